@@ -1,0 +1,108 @@
+"""Which contiguous run of units each rank owns, and the fixed tree in which partial sums meet: arithmetic only.
+
+Units may be heads, MLP slices, vocabulary rows or layers; this file does not know which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """The half-open range [start, stop)."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Units in the run."""
+        return self.stop - self.start
+
+    def scaled(self, factor: int) -> Run:
+        """The same run counted in units ``factor`` times smaller."""
+        return Run(self.start * factor, self.stop * factor)
+
+
+def split(count: int, parts: int, weights: Sequence[float] | None = None) -> list[Run]:
+    """Cut ``count`` units into ``parts`` contiguous runs, as even as can be or in proportion to ``weights``.
+
+    Without weights the first ``count % parts`` runs are one longer. With weights every run still gets at least one
+    unit where ``count >= parts``.
+    """
+    if weights is None:
+        sizes = [count // parts + (index < count % parts) for index in range(parts)]
+    else:
+        assert len(weights) == parts
+        sizes = [1 if count >= parts else 0] * parts
+        for _ in range(count - sum(sizes)):  # the unit goes where it is missed most
+            wanted = [weight / sum(weights) * count - size for weight, size in zip(weights, sizes, strict=True)]
+            sizes[max(range(parts), key=lambda index: wanted[index])] += 1
+    starts = [sum(sizes[:index]) for index in range(parts)]
+    return [Run(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A sum over ``parts[-1].stop`` chunks whose order no layout can change.
+
+    Chunk numbers form one binary tree: a node [a, b) is the sum of its left half [a, a + ceil(n/2)) and the rest. The
+    ranks own the contiguous runs ``parts``. Each adds up the subtrees that it owns whole (its nodes); the nodes of all
+    ranks, in order, then finish the tree. An addition program is a postfix list: after pushing item i, add the top two
+    of the stack ``merges[i]`` times.
+    """
+
+    parts: tuple[Run, ...]
+
+    def nodes(self, rank: int) -> list[Run]:
+        """The largest subtrees within the rank's run, left to right."""
+        found: list[Run] = []
+        self._walk(Run(0, self.parts[-1].stop), self.parts[rank], found)
+        return found
+
+    def merges(self, rank: int) -> list[int]:
+        """The rank's own program: additions after each of its chunks; ``len(nodes(rank))`` sums remain."""
+        program: list[int] = []
+        for node in self.nodes(rank):
+            program += _postfix(node, [Run(chunk, chunk + 1) for chunk in range(node.start, node.stop)])
+        return program
+
+    @cached_property
+    def finish(self) -> tuple[int, ...]:
+        """The closing program over the nodes of all ranks in order; one sum remains."""
+        nodes = [node for rank in range(len(self.parts)) for node in self.nodes(rank)]
+        return tuple(_postfix(Run(0, self.parts[-1].stop), nodes))
+
+    def _walk(self, node: Run, own: Run, found: list[Run]) -> None:
+        if own.start <= node.start and node.stop <= own.stop:
+            found.append(node)
+        elif node.start < own.stop and own.start < node.stop:
+            for half in _halves(node):
+                self._walk(half, own, found)
+
+
+def _halves(node: Run) -> tuple[Run, Run]:
+    middle = node.start + (node.size + 1) // 2
+    return Run(node.start, middle), Run(middle, node.stop)
+
+
+def _postfix(root: Run, leaves: Sequence[Run]) -> list[int]:
+    """Additions after each leaf so that the leaves, in order, sum to ``root`` along the tree."""
+    merges = [0] * len(leaves)
+    index = {leaf: place for place, leaf in enumerate(leaves)}
+
+    def visit(node: Run) -> int:
+        """Place of the node's last leaf; counts the addition that completes the node there."""
+        if node in index:
+            return index[node]
+        left, right = _halves(node)
+        visit(left)
+        last = visit(right)
+        merges[last] += 1
+        return last
+
+    visit(root)
+    return merges
