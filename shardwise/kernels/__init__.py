@@ -1,0 +1,1 @@
+"""The few fixed-order kernels and their torch twins."""

@@ -1,0 +1,1 @@
+"""Ranks: weights, KV cache and the processes that hold them."""

@@ -1,0 +1,1 @@
+"""Names of a checkpoint to slices of bytes."""

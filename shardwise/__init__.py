@@ -1,0 +1,1 @@
+"""One large language model on any number of devices: any layout, one answer."""
