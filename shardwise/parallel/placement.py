@@ -106,3 +106,31 @@ def _postfix(root: Run, leaves: Sequence[Run]) -> list[int]:
 
     visit(root)
     return merges
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slice of one checkpoint tensor that a rank owns; loader, checks and memory plan all derive from it.
+
+    A matrix is [rows = output features, cols = input features]; a vector has rows only.
+    """
+
+    tensor: str
+    """Name in the checkpoint."""
+    shape: tuple[int, ...]
+    """The whole tensor's expected shape, as stored."""
+    rows: Run
+    cols: Run | None = None
+    transposed: bool = False
+    """Stored as [input, output], as GPT-2 does."""
+    paired: int = 0
+    """If not 0: each group of this many rows is stored (pair, half) where the model wants (half, pair): GGUF's rope."""
+
+    @property
+    def size(self) -> int:
+        """Elements owned."""
+        return self.rows.size * (1 if self.cols is None else self.cols.size)
+
+
+Plan = dict[str, tuple[Placement, ...]]
+"""Parameter path in the decoder → the slices that, stacked by rows, make it up."""

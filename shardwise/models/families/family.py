@@ -1,0 +1,66 @@
+"""What a model family says of itself: how to read its numbers, what its tensors are called and who owns which slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.models.config import ModelConfig
+from shardwise.models.shard import Shard
+from shardwise.parallel.placement import Placement, Plan, Run
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table in ``families.table``."""
+
+    name: str
+    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    """config.json → numbers; ValueError for a feature that would change the answer and is not built."""
+    from_gguf: Callable[[Mapping[str, Any]], ModelConfig]
+    """GGUF metadata → numbers."""
+    plan: Callable[[ModelConfig, Shard], Plan]
+    """Every parameter of the decoder's part → the slices that make it up."""
+    hf_name: Callable[[str], str]
+    """A tensor's canonical name, for checkpoints that were saved with or without a prefix."""
+    gguf_name: Callable[[str], str | None]
+    """GGUF tensor name → canonical name, None if unknown."""
+    ignored: Callable[[str], bool]
+    """Canonical names that carry no weights of their own, such as masks and rope tables."""
+
+
+def number(values: Mapping[str, Any], key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+    """A number from an untrusted mapping; ValueError naming the key when it is missing or of another type."""
+    value = values.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(
+            f"model config: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}"
+        )
+    return kind(value)
+
+
+def ids(value: Any) -> tuple[int, ...]:
+    """One token id, a list of them or None, as a tuple."""
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in found):
+        raise ValueError(f"model config: eos_token_id must be a token id or a list of them, not {value!r}")
+    return tuple(found)
+
+
+def number_format(values: Mapping[str, Any]) -> str:
+    """The dtype that config.json names, float32 where it is silent."""
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    return name if name in ("float32", "float16", "bfloat16", "float64") else "float32"
+
+
+def vector(tensor: str, size: int, rows: Run | None = None) -> Placement:
+    """A norm's weight or a bias: whole, or this rank's rows."""
+    return Placement(tensor, (size,), rows or Run(0, size))
+
+
+def matrix(tensor: str, shape: tuple[int, int], rows: Run | None = None, cols: Run | None = None) -> Placement:
+    """A matrix stored as [output, input]: all of it, or the given rows or columns."""
+    return Placement(tensor, shape, rows or Run(0, shape[0]), cols or Run(0, shape[1]))

@@ -1,0 +1,28 @@
+"""Root-mean-square and layer normalisation over the whole hidden width, which every rank holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.kernels.ops import Ops
+
+
+class Norm(nn.Module):
+    """LayerNorm with a bias, RMSNorm without. Weights are kept in the compute dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, ops: Ops, size: int, eps: float, bias: bool, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        self.eps = eps
+        self.register_buffer("weight", torch.zeros(size, dtype=ops.compute, device=device))
+        self.register_buffer("bias", torch.zeros(size, dtype=ops.compute, device=device) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, hidden] → [M, hidden]."""
+        if self.bias is None:
+            return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)

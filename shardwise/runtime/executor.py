@@ -1,0 +1,73 @@
+"""What the engine sees of the ranks: submit steps, collect results in order, hear of a failure.
+
+Imports no torch: it lives in the front process, and knows neither how ranks run nor what a model is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from shardwise.schedule.step import Step, StepResult
+
+
+class RankFailure(RuntimeError):
+    """A rank died, hung or raised. Its whole replica is gone: the executor that raised this is of no more use.
+
+    ``rank`` counts within the replica. ``cause`` is a sentence for people. ``kind`` is the name of the exception that
+    the rank reported, or empty when it died without a word; ``detail`` is that exception's traceback or the last lines
+    of the rank's stderr.
+    """
+
+    def __init__(self, rank: int, cause: str, kind: str = "", detail: str = "") -> None:
+        super().__init__(f"rank {rank}: {cause}")
+        self.rank, self.cause, self.kind, self.detail = rank, cause, kind, detail
+
+
+class Executor(Protocol):
+    """Runs steps on all ranks of one replica. Used by one thread; every method raises RankFailure as it learns of it."""
+
+    figures: list[dict[str, int | float | str]]
+    """What each rank told about itself when it was ready, in rank order."""
+
+    def submit(self, step: Step) -> None:
+        """Start a step. Several may be in flight."""
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step in flight; blocks up to the step timeout."""
+
+    def waitables(self) -> list[int]:
+        """File descriptors, fixed for life, of which one is readable when `collect` would not block, or would raise."""
+
+    def check(self) -> None:
+        """For idle times, a few times a second at most: raise if a rank has died or has been stopped for too long."""
+
+    def close(self) -> None:
+        """End all ranks and free what they held; harmless when repeated."""
+
+
+class Signal:
+    """A counter of ready results that a selector can wait for."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def fileno(self) -> int:
+        """The descriptor that is readable while the count is above 0."""
+        return self._read
+
+    def raise_one(self) -> None:
+        """Count one more."""
+        if self._write >= 0:
+            os.write(self._write, b"!")
+
+    def lower_one(self) -> None:
+        """Count one less; the count must be above 0."""
+        os.read(self._read, 1)
+
+    def close(self) -> None:
+        """Give both descriptors back; harmless when repeated."""
+        for fd in (self._read, self._write):
+            if fd >= 0:
+                os.close(fd)
+        self._read = self._write = -1

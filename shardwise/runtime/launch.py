@@ -1,0 +1,121 @@
+"""From a model and its settings to running ranks: every choice made and every refusal spoken before a weight is read.
+
+Front side, no torch: the in-process executor, which needs it, is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.config import BLOCK, EngineConfig
+from shardwise.models.config import ModelConfig
+from shardwise.models.families.table import make_plan
+from shardwise.models.shard import Shard, make_shard
+from shardwise.runtime.executor import Executor
+from shardwise.runtime.source import Source
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_KV_TOKENS = 32768
+"""Tokens of KV cache per replica unless the model's context is longer or memory is short."""
+MEMORY_SHARE = 0.5
+"""Share of the host's available memory that the default KV caches of all ranks may take."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank will hold."""
+
+    tp: int
+    pp: int
+    shard: Shard
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A model on a layout with everything decided."""
+
+    source: Source
+    engine: EngineConfig
+    dtype: str
+    device: str
+    max_model_len: int
+    num_blocks: int
+    threads: int
+    ranks: tuple[RankPlan, ...]
+    """The ranks of one replica, in rank order."""
+
+
+def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
+    """Decide dtype, device, context length, cache size and threads; ValueError, with the remedy, for what can't be."""
+    config, layout = source.config, engine.layout
+    config.check(layout, engine.stages)
+    longest = engine.max_model_len or config.max_positions
+    if longest > config.max_positions:
+        raise ValueError(f"max_model_len {longest} is more than the {config.max_positions} positions the model knows")
+    device = _device(engine)
+    dtype = config.dtype if engine.dtype == "auto" else engine.dtype
+    ranks = tuple(
+        _rank_plan(config, engine, dtype, rank % layout.tp, rank // layout.tp) for rank in range(layout.replica_size)
+    )
+    per_token = sum(rank.kv_bytes_per_token for rank in ranks) * layout.dp
+    wanted = engine.kv_tokens or max(min(DEFAULT_KV_TOKENS, 4 * longest), longest)
+    if engine.kv_tokens is None and device == "cpu":
+        free = available_memory() - sum(rank.weight_bytes for rank in ranks) * layout.dp
+        wanted = min(wanted, max(int(free * MEMORY_SHARE / per_token), BLOCK))
+    num_blocks = -(-wanted // BLOCK)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return RunPlan(
+        source=source,
+        engine=engine,
+        dtype=dtype,
+        device=device,
+        max_model_len=min(longest, num_blocks * BLOCK),
+        num_blocks=num_blocks,
+        threads=engine.threads or max(1, cores // layout.world_size),
+        ranks=ranks,
+    )
+
+
+def _rank_plan(config: ModelConfig, engine: EngineConfig, dtype: str, tp: int, pp: int) -> RankPlan:
+    shard = make_shard(config, engine.layout, tp, pp, engine.split, engine.stages)
+    plan = make_plan(config, shard)
+    parameters = sum(placement.size for placements in plan.values() for placement in placements)
+    matrices = sum(p.size for placements in plan.values() for p in placements if p.cols is not None)
+    compute = max(BYTES[dtype], 4)  # vectors and the cache are kept in the compute dtype
+    return RankPlan(
+        tp=tp,
+        pp=pp,
+        shard=shard,
+        parameters=parameters,
+        weight_bytes=matrices * BYTES[dtype] + (parameters - matrices) * compute,
+        kv_bytes_per_token=shard.layers.size * shard.kv_heads.size * 2 * config.head_dim * compute,
+    )
+
+
+def _device(engine: EngineConfig) -> str:
+    """CUDA where there are enough GPUs for the layout, or as asked; the ranks themselves report a broken driver."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if engine.device == "cuda" and gpus < engine.layout.world_size:
+        raise ValueError(
+            f"layout {engine.layout} needs {engine.layout.world_size} GPUs, one a rank, and this host has {gpus}: "
+            "use device cpu or a smaller layout"
+        )
+    if engine.device != "auto":
+        return engine.device
+    return "cuda" if gpus >= engine.layout.world_size else "cpu"
+
+
+def available_memory() -> int:
+    """Bytes that new processes could use without swapping, as the kernel estimates; a guess elsewhere than on Linux."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
