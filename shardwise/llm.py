@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shardwise.config import MAX_SEED, EngineConfig, Layout, SamplingParams
 from shardwise.engine import Engine, Output
 from shardwise.replicas import Replicas
-from shardwise.runtime.launch import launch, plan_run
+from shardwise.runtime.launch import RunPlan, launch, plan_run
 from shardwise.runtime.source import Source, open_source
 from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
@@ -67,7 +67,7 @@ class LLM:
         self.plan = plan_run(self.source, config)
         executors = launch(self.plan, on_progress)
         self._replicas = Replicas(
-            [Engine(executor, make_scheduler(self, config), self.tokenizer) for executor in executors]
+            [Engine(executor, make_scheduler(self.plan, self.eos), self.tokenizer) for executor in executors]
         )
         self.figures = [executor.figures for executor in executors]
         """What the ranks of each replica said of themselves when they were ready."""
@@ -84,7 +84,8 @@ class LLM:
         Prompts run together, and the results come in their order. ValueError names the prompt that can't be run; none
         is started then.
         """
-        many = _as_list(prompts, lambda item: isinstance(item, str) or all(isinstance(part, int) for part in item))
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = cast("Sequence[Prompt]", [prompts] if one else prompts)
         return self._finish([(prompt, None) for prompt in many], params)
 
     def chat(
@@ -93,7 +94,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation (one list of {"role", "content"}, or many) through the model's chat template."""
-        many = _as_list(messages, lambda item: all(isinstance(part, Mapping) for part in item))
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        many = cast("Sequence[Messages]", [messages] if one else messages)
         return self._finish([(None, conversation) for conversation in many], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
@@ -208,3 +210,21 @@ def open_tokenizer(source: Source) -> Tokenizer:
     if source.metadata is not None:
         return Tokenizer.from_gguf(source.metadata)
     return Tokenizer.from_directory(Path(source.resolved.path))
+
+
+def make_scheduler(plan: RunPlan, eos: frozenset[int], **settings: Any) -> Scheduler:
+    """A scheduler for one replica of ``plan``; ``settings`` replace the plan's own."""
+    engine = plan.engine
+    chosen = {
+        "num_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_batch_tokens": engine.max_batch_tokens,
+        "max_chunk": engine.max_chunk,
+        "max_num_seqs": engine.max_num_seqs,
+        "num_in_flight": engine.layout.pp,
+        "prefix_cache": engine.prefix_cache,
+        "eos": eos,
+        "vocab_size": plan.source.config.vocab_size,
+        "secret": secrets.token_bytes(32),
+    }
+    return Scheduler(**{**chosen, **settings})

@@ -13,7 +13,7 @@ from shardwise.models.rope import RopeTable
 
 
 def logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens: list[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a whole prompt; ``weights`` are a single rank's parameters, named as in its plan."""
+    """Logits [tokens, vocabulary] of a prompt; ``weights`` are a single rank's parameters, named as in its plan."""
     dtype = weights["embed.weight"].dtype
     length, dim = len(tokens), config.head_dim
     x = weights["embed.weight"][tokens]
@@ -43,7 +43,7 @@ def logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens: list[int]
     for layer in range(config.num_layers):
         at = f"layers.{layer}."
         heads = linear(norm(x, at + "attention_norm"), at + "attention.qkv").view(length, -1, dim).transpose(0, 1)
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
+        q, k, v = heads.tensor_split([config.num_heads, config.num_heads + config.num_kv_heads])
         k, v = (t.repeat_interleave(config.group_size, 0) for t in (rotate(k), v))
         mixed = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
         x = x + linear(mixed.transpose(0, 1).flatten(1), at + "attention.out")

@@ -1,7 +1,7 @@
 """The dozen operations that models are made of, each written plainly in torch: the twins of the native kernels.
 
 They run on any device, are the truth of the kernel tests and the fallback where there is no compiler. Knows nothing of
-models, ranks or requests. Shape letters: M rows, K input and N output features, Hq query and Hkv key heads, D head size.
+models, ranks or requests. Shapes: M rows, K input and N output features, Hq query and Hkv key heads, D head size.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Ops:
 
     def write(self, weight: Weight, row: int, part: Tensor) -> None:
         """Store ``part`` [r, cols], any float dtype, on the CPU, as rows ``row`` to ``row + r``."""
-        assert part.shape[1] == weight.cols and 0 <= row <= weight.rows - part.shape[0]
+        assert part.shape[1] == weight.cols
+        assert 0 <= row <= weight.rows - part.shape[0]
         weight.data[row : row + part.shape[0]] = part
 
     def take(self, weight: Weight, ids: Tensor) -> Tensor:
@@ -202,8 +203,8 @@ class Ops:
     def gumbel(self, seeds: Sequence[int], positions: Sequence[int], first: int, count: int) -> Tensor:
         """Gumbel noise [R, count] float64 of token ids ``first`` to ``first + count`` at each (seed, position).
 
-        A pure function of (seed, position, id) by integer and basic IEEE operations, so its bits are those of the native
-        kernel and of any split of the ids. Bits are drawn by splitmix64 (Steele, Lea, Flood 2014).
+        A pure function of (seed, position, id) by integer and basic IEEE operations, so the native kernel and any
+        split of the ids give the same bits. Random bits come from splitmix64 (Steele, Lea, Flood 2014).
         """
         pairs = zip(seeds, positions, strict=True)
         keys = torch.tensor([[_signed(stream(seed, position))] for seed, position in pairs], dtype=torch.int64)
@@ -213,7 +214,7 @@ class Ops:
         return -_log(-_log(uniform))
 
     def exp(self, x: Tensor) -> Tensor:
-        """e to the ``x`` (float64, at most 0) by basic IEEE operations: the same bits everywhere; below -708 it is 0."""
+        """e to the ``x`` (float64, at most 0) by basic IEEE operations, so the same bits everywhere; 0 below -708."""
         return _exp(x)
 
 
@@ -300,7 +301,7 @@ def _exp(x: Tensor) -> Tensor:
 
 
 def load_ops(want: str, device: str, compute: torch.dtype) -> tuple[Ops, str]:
-    """The operations for ``want`` ("auto", "native" or "torch") on a device, and a sentence that says how it was chosen.
+    """The operations for ``want`` ("auto", "native" or "torch") on a device, and a sentence on how it was chosen.
 
     Raises ValueError with the remedy when "native" is wanted and cannot be had.
     """

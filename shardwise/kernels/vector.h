@@ -32,6 +32,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #define TOKENS 16 /* tokens in a block of the key/value cache: BLOCK of config.py */
 #define PANEL 32  /* output features in a panel of packed weights */
+#define WIDTH ((int)(VECTOR_BYTES / sizeof(REAL)))
 
 /* Rows of x that one pass takes: the least of the compiled sizes that is enough; surplus rows are computed and dropped. */
 INLINE int rows_taken(int64_t rows) {
@@ -41,10 +42,12 @@ INLINE int rows_taken(int64_t rows) {
     return sizes[i];
 }
 #if MAX_ROWS == 12
-#define FOR_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4) CALL(6) CALL(8) CALL(12)
+#define FOR_ROWS(CALL, ...) ROWS_TO_6(CALL, __VA_ARGS__) CALL(__VA_ARGS__, 8) CALL(__VA_ARGS__, 12)
 #else
-#define FOR_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4) CALL(6)
+#define FOR_ROWS(CALL, ...) ROWS_TO_6(CALL, __VA_ARGS__)
 #endif
+#define ROWS_TO_6(CALL, ...) \
+    CALL(__VA_ARGS__, 1) CALL(__VA_ARGS__, 2) CALL(__VA_ARGS__, 3) CALL(__VA_ARGS__, 4) CALL(__VA_ARGS__, 6)
 
 /* Threads worth waking for so much work (elements, or multiply-adds / 16); 1 means: no OpenMP at all. */
 INLINE int threads_for(int64_t work) {
@@ -56,8 +59,6 @@ INLINE int threads_for(int64_t work) {
 
 /* Unaligned, and may alias: memory is read and written through this type. */
 typedef REAL NAME(vec) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
-
-#define WIDTH ((int)(VECTOR_BYTES / sizeof(REAL)))
 
 INLINE NAME(vec) NAME(load)(const REAL *from) { return *(const NAME(vec) *)from; }
 INLINE void NAME(store)(REAL *to, NAME(vec) value) { *(NAME(vec) *)to = value; }
@@ -140,5 +141,3 @@ INLINE double exp_f64(double x) {
     return x < -708.0 ? 0.0 : s * power;
 }
 #endif
-#undef WIDTH
-#define WIDTH ((int)(VECTOR_BYTES / sizeof(REAL)))

@@ -17,6 +17,7 @@ from shardwise.models.config import Rope
 class RopeTable(nn.Module):
     """cos and sin, each [positions, dim / 2] in the compute dtype, shared by all layers of a stage."""
 
+    factors: Tensor
     cos: Tensor
     sin: Tensor
 

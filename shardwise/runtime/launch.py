@@ -17,6 +17,7 @@ from shardwise.models.families.table import make_plan
 from shardwise.models.shard import Shard, make_shard
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.source import Source
+from shardwise.runtime.spec import RunnerSpec
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_KV_TOKENS = 32768
@@ -50,6 +51,11 @@ class RunPlan:
     threads: int
     ranks: tuple[RankPlan, ...]
     """The ranks of one replica, in rank order."""
+
+
+def launch(plan: RunPlan, on_progress: Callable[[str], None] | None = None) -> list[Executor]:
+    """Start the ranks of every replica, replicas side by side; raises RankFailure, and then none is left running."""
+    raise NotImplementedError
 
 
 def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
@@ -119,3 +125,21 @@ def available_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
+
+
+def runner_spec(plan: RunPlan) -> RunnerSpec:
+    """What every rank of a replica is told about the model."""
+    engine = plan.engine
+    return RunnerSpec(
+        model=plan.source.config.to_dict(),
+        index=plan.source.index,
+        tp=engine.layout.tp,
+        pp=engine.layout.pp,
+        split=list(engine.split) if engine.split else None,
+        stages=list(engine.stages) if engine.stages else None,
+        dtype=plan.dtype,
+        device=plan.device,
+        kernels=engine.kernels,
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+    )

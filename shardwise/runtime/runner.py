@@ -8,12 +8,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from typing import Any
 
-import msgspec
 import torch
 
-from shardwise.config import BLOCK, Coordinates, Layout
+from shardwise.config import Coordinates, Layout
 from shardwise.kernels.ops import load_ops
 from shardwise.models.batch import KV
 from shardwise.models.config import ModelConfig
@@ -23,26 +21,10 @@ from shardwise.models.shard import make_shard
 from shardwise.parallel.axis import Axis
 from shardwise.runtime.batch import make_batch
 from shardwise.runtime.sampler import Sampler
+from shardwise.runtime.spec import RunnerSpec
 from shardwise.schedule.step import Step, StepResult
-from shardwise.weights.checkpoint import Checkpoint, Index
+from shardwise.weights.checkpoint import Checkpoint
 from shardwise.weights.load import load
-
-
-class RunnerSpec(msgspec.Struct, frozen=True):
-    """All a rank needs to know, as plain data; the same for every rank of a replica."""
-
-    model: dict[str, Any]
-    """ModelConfig.to_dict()."""
-    index: Index
-    tp: int
-    pp: int
-    split: list[float] | None
-    stages: list[int] | None
-    dtype: str
-    device: str
-    kernels: str
-    num_blocks: int
-    max_model_len: int
 
 
 class Runner:
@@ -123,9 +105,3 @@ class Runner:
                 for chunk in step.chunks
             ],
         )
-
-
-def cache_bytes(config: ModelConfig, layers: int, kv_heads: int, itemsize: int) -> int:
-    """Bytes of KV cache per token of context on a rank that holds so many layers and kv heads."""
-    padded = -(-config.head_dim // BLOCK) * BLOCK
-    return layers * kv_heads * (config.head_dim + padded) * itemsize

@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def account(config: ModelConfig, family: Family, index: Index, path: Path) -> None:
-    """Check that every parameter has its tensor, of the right shape, and that no tensor is left over; else LoadError."""
+    """LoadError unless every parameter has its tensor, of the right shape, and no tensor is left over."""
     plan = family.plan(config, make_shard(config, Layout()))
     wanted = {placement.tensor: placement.shape for placements in plan.values() for placement in placements}
     missing = sorted(set(wanted) - set(index.tensors))

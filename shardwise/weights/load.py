@@ -1,8 +1,9 @@
-"""From checkpoint slices to a rank's parameters, in pieces small enough that no second copy of the model ever exists."""
+"""From checkpoint slices to a rank's parameters, in pieces so small that no second copy of the model ever exists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def _read(checkpoint: Checkpoint, placement: Placement, rows: Run) -> Tensor:
     return part
 
 
-def as_tensor(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     """A numpy array as a tensor without a copy; uint16 holds bfloat16."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm with bias, fused q/k/v stored as [input, output], a head tied to the embedding."""
+"""GPT-2: learned positions, LayerNorm with bias, fused q/k/v stored as [input, output], a tied head."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def plan(config: ModelConfig, shard: Shard) -> Plan:
-    """Column-parallel q/k/v and gate/up by heads and MLP features, row-parallel o and down, vocabulary-parallel ends."""
+    """q/k/v and gate/up are column-parallel by heads and features, o and down row-parallel, the ends by vocabulary."""
     hidden, dim, width, vocab = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
     q, kv = shard.heads.scaled(dim), shard.kv_heads.scaled(dim)
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim

@@ -1,0 +1,67 @@
+"""What a model is and what each rank of a layout would hold, from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.config import BLOCK, EngineConfig
+from shardwise.runtime.launch import plan_run
+from shardwise.runtime.source import open_source
+
+Document = dict[str, Any]
+
+
+def describe(model: str, engine: EngineConfig) -> Document:
+    """A JSON-ready description; sizes in bytes, ranges half-open. ValueError or LoadError as for loading the model."""
+    source = open_source(model)
+    plan = plan_run(source, engine)
+    config = asdict(source.config)
+    return {
+        "model": source.resolved.source,
+        "config": config,
+        "layout": str(engine.layout),
+        "world_size": engine.layout.world_size,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "max_model_len": plan.max_model_len,
+        "kv_tokens": plan.num_blocks * BLOCK,
+        "ranks": [
+            {
+                "rank": index,
+                "tp": rank.tp,
+                "pp": rank.pp,
+                "layers": list(rank.shard.layers),
+                "heads": list(rank.shard.heads),
+                "kv_heads": list(rank.shard.kv_heads),
+                "mlp": list(rank.shard.mlp),
+                "vocabulary": list(rank.shard.vocab),
+                "parameters": rank.parameters,
+                "weight_bytes": rank.weight_bytes,
+                "kv_bytes_per_token": rank.kv_bytes_per_token,
+            }
+            for index, rank in enumerate(plan.ranks)
+        ],
+    }
+
+
+def show(document: Document) -> None:
+    """Print a description for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(document["model"], highlight=False)
+    numbers = Table(show_header=False, box=None)
+    for name, value in document["config"].items():
+        numbers.add_row(name, str(value))
+    console.print(numbers)
+    ranks = Table(title=f"layout {document['layout']} · {document['dtype']} on {document['device']} · one replica")
+    columns = ("rank", "tp", "pp", "layers", "heads", "kv heads", "parameters", "weights", "kv per token")
+    for column in columns:
+        ranks.add_column(column, justify="right")
+    for rank in document["ranks"]:
+        runs = [f"{start}–{stop - 1}" for start, stop in (rank["layers"], rank["heads"], rank["kv_heads"])]
+        sizes = [f"{rank['weight_bytes'] / 2**20:,.1f} MiB", f"{rank['kv_bytes_per_token'] / 1024:,.1f} KiB"]
+        ranks.add_row(*map(str, (rank["rank"], rank["tp"], rank["pp"])), *runs, f"{rank['parameters']:,}", *sizes)
+    console.print(ranks)

@@ -1,0 +1,217 @@
+/* attend: softmax attention of query rows over blocks of cached keys [block][Hkv][D][16] and values [block][Hkv][16][padded].
+ *
+ * One task is one sequence, one key head and up to R queries (rows times the query heads that share the key head), which
+ * read each key and value together. Per query, and whatever the other queries of the task are:
+ *   1. score of key t = scale * (fused multiply-adds over d, ascending, from zero): one key per vector lane;
+ *   2. their exact maximum, then e^(score - maximum);
+ *   3. the sum of these: key t goes to partial sum t % 16, blocks ascending, then a fixed tree over the 16;
+ *   4. output = (fused multiply-adds over t, ascending, from zero) / sum: one dim per vector lane.
+ * A key's place in every sum is its absolute position, so neither the chunk that a query came in, nor the batch, nor the
+ * length of the table matters. Steps 2 to 4 stop at the query's own position: what lies behind it never enters a sum.
+ */
+#ifndef REAL
+#define BODY "attend.c"
+#include "both.h"
+#else
+
+struct NAME(call) {
+    const REAL *q, *keys, *values;
+    const int32_t *positions;
+    const int64_t *groups;
+    int64_t heads, key_heads, dims, padded;
+    REAL scale, *out;
+};
+
+struct NAME(task) {
+    const int32_t *blocks; /* of the sequence */
+    int64_t row;           /* first row of the sequence */
+    int64_t key_head, first, count; /* queries first to first + count; query i is row i / group and head i % group */
+};
+
+struct NAME(query) {
+    const REAL *q;
+    REAL *out;
+    int64_t keys; /* that it sees */
+};
+
+/* Scores of R queries, packed as [dims][R], for 2 * WIDTH keys: at low and high, 16 apart per dim. */
+INLINE void NAME(score)(const int R, const REAL *q, int64_t dims, REAL scale, const REAL *low, const REAL *high,
+                        REAL *to_low, REAL *to_high) {
+    NAME(vec) sum[R][2], factor = NAME(fill)(scale);
+    UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = NAME(fill)(0);
+    for (int64_t d = 0; d < dims; d++, q += R, low += TOKENS, high += TOKENS) {
+        NAME(vec) a = NAME(load)(low), b = NAME(load)(high);
+        UNROLL for (int r = 0; r < R; r++) {
+            NAME(vec) value = NAME(fill)(q[r]);
+            sum[r][0] = NAME(fma)(value, a, sum[r][0]);
+            sum[r][1] = NAME(fma)(value, b, sum[r][1]);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        NAME(store)(to_low + r * TOKENS, sum[r][0] * factor);
+        NAME(store)(to_high + r * TOKENS, sum[r][1] * factor);
+    }
+}
+
+/* Adds keys start to stop to the outputs [R][padded] of R queries, in N vectors of dims from value on. Their weights lie
+ * as [block][stride][16] from the first query's; values is the key head's part of block 0, blocks are block_size apart. */
+INLINE void NAME(blend)(const int R, const int N, const int64_t stride, const REAL *weights, const REAL *values,
+                        const int32_t *blocks, int64_t block_size, int64_t padded, int64_t start, int64_t stop,
+                        REAL *out) {
+    NAME(vec) sum[R][N];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int n = 0; n < N; n++) sum[r][n] = NAME(load)(out + r * padded + n * WIDTH);
+    for (int64_t t = start; t < stop;) {
+        const REAL *weight = weights + t / TOKENS * stride * TOKENS + t % TOKENS;
+        const REAL *value = values + blocks[t / TOKENS] * block_size + t % TOKENS * padded;
+        int64_t end = t / TOKENS * TOKENS + TOKENS < stop ? t / TOKENS * TOKENS + TOKENS : stop;
+        for (; t < end; t++, weight++, value += padded) {
+            UNROLL for (int r = 0; r < R; r++) {
+                NAME(vec) factor = NAME(fill)(weight[r * TOKENS]);
+                UNROLL for (int n = 0; n < N; n++)
+                    sum[r][n] = NAME(fma)(factor, NAME(load)(value + n * WIDTH), sum[r][n]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int n = 0; n < N; n++) NAME(store)(out + r * padded + n * WIDTH, sum[r][n]);
+}
+
+INLINE void NAME(blend_all)(const int R, const int64_t stride, const REAL *weights, const REAL *values,
+                            const int32_t *blocks, int64_t block_size, int64_t padded, int64_t start, int64_t stop,
+                            REAL *out) {
+    int64_t d = 0;
+    for (; d + 2 * WIDTH <= padded; d += 2 * WIDTH)
+        NAME(blend)(R, 2, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
+    if (d < padded) NAME(blend)(R, 1, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
+}
+
+/* Turns the scores of one query ([block][R][16]) into e^(score - maximum) in place; returns their sum. */
+static REAL NAME(exponentials)(int R, REAL *scores, int64_t keys) {
+    REAL most[TOKENS], sum[TOKENS];
+    for (int i = 0; i < TOKENS; i++) most[i] = -INFINITY, sum[i] = 0;
+    int64_t whole = keys / TOKENS, left = keys % TOKENS;
+    REAL *last = scores + whole * R * TOKENS;
+    for (int64_t b = 0; b < whole; b++)
+        for (int i = 0; i < TOKENS; i++) {
+            REAL score = scores[b * R * TOKENS + i];
+            most[i] = score > most[i] ? score : most[i];
+        }
+    for (int i = 0; i < left; i++) most[i] = last[i] > most[i] ? last[i] : most[i];
+    for (int i = 1; i < TOKENS; i++) most[0] = most[i] > most[0] ? most[i] : most[0];
+    REAL top = most[0];
+    for (int64_t b = 0; b < whole; b++)
+        for (int i = 0; i < TOKENS; i++) {
+            REAL *score = scores + b * R * TOKENS + i;
+            *score = NAME(exp)(*score - top);
+            sum[i] = sum[i] + *score;
+        }
+    for (int i = 0; i < left; i++) {
+        last[i] = NAME(exp)(last[i] - top);
+        sum[i] = sum[i] + last[i];
+    }
+    for (int half = TOKENS / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sum[i] = sum[i] + sum[i + half];
+    return sum[0];
+}
+
+/* One task; scratch holds packed queries [dims][R], outputs [R][padded] and scores [blocks, made even][R][16]. */
+INLINE void NAME(run)(const int R, const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
+    const int64_t dims = call->dims, padded = call->padded, head = task->key_head;
+    const int64_t group = call->groups[head + 1] - call->groups[head], key_block = call->key_heads * dims * TOKENS;
+    const int64_t value_block = call->key_heads * padded * TOKENS;
+    const REAL *keys = call->keys + head * dims * TOKENS, *values = call->values + head * padded * TOKENS;
+    REAL *packed = scratch, *out = packed + dims * R, *scores = out + padded * R;
+    struct NAME(query) query[R];
+    int64_t most = 0, least = INT64_MAX;
+    for (int r = 0; r < R; r++) { /* surplus queries repeat the last one */
+        int64_t i = task->first + (r < task->count ? r : task->count - 1), row = task->row + i / group;
+        int64_t at = (row * call->heads + call->groups[head] + i % group) * dims;
+        query[r] = (struct NAME(query)){call->q + at, call->out + at, call->positions[row] + 1};
+        most = query[r].keys > most ? query[r].keys : most;
+        least = query[r].keys < least ? query[r].keys : least;
+    }
+    for (int64_t d = 0; d < dims; d++)
+        for (int r = 0; r < R; r++) packed[d * R + r] = query[r].q[d];
+    const int64_t blocks = (most + TOKENS - 1) / TOKENS;
+    for (int64_t b = 0; b < blocks; b++) {
+        const REAL *block = keys + task->blocks[b] * key_block;
+        REAL *to = scores + b * R * TOKENS;
+        if (WIDTH == TOKENS) { /* a vector is a whole block: take two blocks; the last may be its own companion */
+            const REAL *next = b + 1 < blocks ? keys + task->blocks[b + 1] * key_block : block;
+            NAME(score)(R, packed, dims, call->scale, block, next, to, to + R * TOKENS);
+            b++;
+        } else {
+            for (int i = 0; i < TOKENS; i += 2 * WIDTH)
+                NAME(score)(R, packed, dims, call->scale, block + i, block + i + WIDTH, to + i, to + i + WIDTH);
+        }
+    }
+    REAL sums[R];
+    for (int r = 0; r < R; r++) sums[r] = NAME(exponentials)(R, scores + r * TOKENS, query[r].keys);
+    memset(out, 0, sizeof(REAL) * padded * R);
+    NAME(blend_all)(R, R, scores, values, task->blocks, value_block, padded, 0, least, out);
+    for (int r = 0; r < task->count; r++) {
+        REAL *sum = out + r * padded;
+        if (least < query[r].keys)
+            NAME(blend_all)(1, R, scores + r * TOKENS, values, task->blocks, value_block, padded, least, query[r].keys, sum);
+        for (int64_t d = 0; d < dims; d++) query[r].out[d] = sum[d] / sums[r];
+    }
+}
+
+#define RUN(R)                                                                                             \
+    static void NAME(run_##R)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) { \
+        NAME(run)(R, call, task, scratch);                                                                 \
+    }
+#define RUN_CASE(R)                         \
+    case R:                                 \
+        NAME(run_##R)(call, task, scratch); \
+        break;
+#define IGNORING_RUN(NONE, R) RUN(R)
+#define IGNORING_RUN_CASE(NONE, R) RUN_CASE(R)
+FOR_ROWS(IGNORING_RUN, )
+
+static void NAME(dispatch)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
+    switch (rows_taken(task->count)) { FOR_ROWS(IGNORING_RUN_CASE, ) }
+}
+#undef RUN
+#undef RUN_CASE
+#undef IGNORING_RUN
+#undef IGNORING_RUN_CASE
+
+/* q and out [M, heads, dims]; starts [sequences + 1]; table [sequences, width]; groups [key_heads + 1]. 0; -1: no memory. */
+int NAME(sw_attend)(const REAL *q, const REAL *keys, const REAL *values, const int32_t *starts, int64_t sequences,
+                    const int32_t *table, int64_t width, const int32_t *positions, const int64_t *groups,
+                    int64_t heads, int64_t key_heads, int64_t dims, int64_t padded, double scale, REAL *out) {
+    struct NAME(call) call = {q, keys, values, positions, groups, heads, key_heads, dims, padded, scale, out};
+    int64_t rows = starts[sequences] - starts[0], longest = 0, count = 0, work = 0;
+    for (int64_t row = starts[0]; row < starts[sequences]; row++) {
+        longest = positions[row] >= longest ? positions[row] + 1 : longest;
+        work += (int64_t)(positions[row] + 1) * heads * dims / 8;
+    }
+    struct NAME(task) *tasks = malloc(sizeof(*tasks) * (rows * heads + 1));
+    if (!tasks) return -1;
+    for (int64_t s = 0; s < sequences; s++)
+        for (int64_t j = 0; j < key_heads; j++) {
+            int64_t queries = (starts[s + 1] - starts[s]) * (groups[j + 1] - groups[j]);
+            for (int64_t i = 0; i < queries; i += MAX_ROWS)
+                tasks[count++] = (struct NAME(task)){table + s * width, starts[s], j, i,
+                                                     queries - i < MAX_ROWS ? queries - i : MAX_ROWS};
+        }
+    int threads = threads_for(work), failed = 0;
+    size_t room = sizeof(REAL) * MAX_ROWS * (dims + padded + TOKENS * (longest / TOKENS + 2));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        REAL *scratch = malloc(room);
+        if (!scratch) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = count - 1; i >= 0; i--) /* backwards: the last queries of a chunk see the most keys */
+            if (scratch) NAME(dispatch)(&call, &tasks[i], scratch);
+        free(scratch);
+    }
+    free(tasks);
+    return -failed;
+}
+#endif

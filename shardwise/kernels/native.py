@@ -1,0 +1,265 @@
+"""The operations as C kernels, called through ctypes on the data pointers of CPU tensors.
+
+Only translates: shapes and addresses in, tensors out. What is computed, and in which order, is said in the C files. A
+call costs a few microseconds, so whatever does not change from call to call is prepared once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import build
+from shardwise.kernels.ops import Ops, Program, Weight, stream
+
+PANEL = 32
+"""Output features per panel of packed weights (PANEL in vector.h)."""
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_KINDS = {"silu_mul": 0, "gelu_tanh": 1, "gelu": 2}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "d": ctypes.c_double}
+_TYPED = {  # arguments of the functions that exist per type of activation; p: pointer, i: int, l: int64, d: double
+    "linear": "ipllpplppp",
+    "finish": "plplllppp",
+    "rms_norm": "pplldp",
+    "layer_norm": "ppplldp",
+    "activate": "ipllp",
+    "rotate_write": "ppplpplllllppp",
+    "attend": "pppplplpplllldp",
+}
+_UNTYPED = {"pack": "iplllp", "take": "iplplp", "gumbel": "plllp", "exp": "plp"}
+
+
+class NativeOps(Ops):
+    """The C kernels. Tensors live on the CPU; ``origin`` says where the library came from.
+
+    Raises build.BuildError where there is neither a prebuilt library nor a compiler.
+    """
+
+    name = "native"
+
+    def __init__(self, compute: torch.dtype) -> None:
+        super().__init__(compute)
+        path, self.origin = build.library()
+        library = ctypes.CDLL(str(path))
+        suffix = "_f32" if compute == torch.float32 else "_f64"
+        self._call: dict[str, Any] = {
+            name: _function(library, f"sw_{name}{end}", signature)
+            for end, signatures in ((suffix, _TYPED), ("", _UNTYPED))
+            for name, signature in signatures.items()
+        }
+        self._linear, self._attend = self._call["linear"], self._call["attend"]
+        self._programs: dict[int, tuple[Program, int, Any]] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def weight(self, rows: int, cols: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> Weight:
+        """A zero matrix, in panels [ceil(rows / 32), cols, 32]; surplus rows stay zero."""
+        if (dtype == torch.float64) != (self.compute == torch.float64) or dtype not in _FORMATS:
+            raise ValueError(f"weights of {dtype} do not go with activations of {self.compute}")
+        return Weight(torch.zeros(-(-rows // PANEL), cols, PANEL, dtype=dtype, device=device), rows, cols)
+
+    def write(self, weight: Weight, row: int, part: Tensor) -> None:  # noqa: D102
+        assert part.shape[1] == weight.cols
+        assert 0 <= row <= weight.rows - part.shape[0]
+        data, part = weight.data, part.to(weight.data.dtype).contiguous()
+        where = (weight.cols, row, part.shape[0], part.data_ptr())
+        self._call["pack"](_FORMATS[data.dtype], data.data_ptr(), *where)
+
+    def take(self, weight: Weight, ids: Tensor) -> Tensor:  # noqa: D102
+        data, ids = weight.data, ids.contiguous()
+        out = torch.empty(ids.shape[0], weight.cols, dtype=data.dtype)
+        where = (weight.cols, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        self._call["take"](_FORMATS[data.dtype], data.data_ptr(), *where)
+        return out.to(self.compute)
+
+    def linear(  # noqa: D102
+        self,
+        x: Tensor,
+        weight: Weight,
+        program: Program,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        prepared = self._programs.get(id(program))
+        if prepared is None or prepared[0] is not program:
+            prepared = self._prepare(program)
+        data, outputs, cols = weight
+        rows = x.shape[0]
+        if out is None:
+            nodes = prepared[2][1]
+            out = x.new_empty(rows, outputs) if nodes == 1 else x.new_empty(nodes, rows, outputs)
+        failed = self._linear(
+            _FORMATS[data.dtype],
+            data.data_ptr(),
+            outputs,
+            cols,
+            prepared[1],
+            _address(x),
+            rows,
+            None if bias is None else _address(bias),
+            None if residual is None else _address(residual),
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"no memory to lay out {rows} rows of {cols}")
+        return out
+
+    def finish(  # noqa: D102
+        self,
+        nodes: Sequence[Tensor],
+        merges: Sequence[int],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.empty_like(nodes[0])
+        count = len(nodes)
+        self._call["finish"](
+            (ctypes.c_void_p * count)(*map(_address, nodes)),
+            count,
+            (ctypes.c_int64 * count)(*merges),
+            _depth(merges),
+            *out.shape,
+            None if bias is None else _address(bias),
+            None if residual is None else _address(residual),
+            out.data_ptr(),
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: D102
+        out = torch.empty_like(x)
+        self._call["rms_norm"](_address(x), _address(weight), *x.shape, eps, out.data_ptr())
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:  # noqa: D102
+        out = torch.empty_like(x)
+        self._call["layer_norm"](_address(x), _address(weight), _address(bias), *x.shape, eps, out.data_ptr())
+        return out
+
+    def activate(self, kind: str, x: Tensor) -> Tensor:  # noqa: D102
+        rows, cols = x.shape
+        cols = cols // 2 if kind == "silu_mul" else cols
+        out = x.new_empty(rows, cols)
+        self._call["activate"](_KINDS[kind], _address(x), rows, cols, out.data_ptr())
+        return out
+
+    def rotate_write(  # noqa: D102
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        num_heads: int,
+    ) -> Tensor:
+        rows = qkv.shape[0]
+        _, num_kv_heads, head_dim, _ = keys.shape
+        q = qkv.new_empty(rows, num_heads, head_dim)
+        self._call["rotate_write"](
+            _address(qkv),
+            None if cos is None else _address(cos),
+            None if sin is None else _address(sin),
+            0 if cos is None else cos.shape[1],
+            _address(positions),
+            _address(slots),
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            values.shape[3],
+            keys.data_ptr(),
+            values.data_ptr(),
+            q.data_ptr(),
+        )
+        return q
+
+    def attend(  # noqa: D102
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        groups: Sequence[int],
+        scale: float,
+    ) -> Tensor:
+        bounds = self._groups.get(groups := tuple(groups))
+        if bounds is None:
+            bounds = self._groups[groups] = (ctypes.c_int64 * len(groups))(*groups)
+        out = torch.empty_like(q)
+        _, num_heads, head_dim = q.shape
+        sequences, width = table.shape
+        failed = self._attend(
+            _address(q),
+            keys.data_ptr(),
+            values.data_ptr(),
+            _address(starts),
+            sequences,
+            _address(table),
+            width,
+            _address(positions),
+            bounds,
+            num_heads,
+            len(groups) - 1,
+            head_dim,
+            values.shape[3],
+            scale,
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the scores of attention")
+        return out
+
+    def gumbel(self, seeds: Sequence[int], positions: Sequence[int], first: int, count: int) -> Tensor:  # noqa: D102
+        streams = (ctypes.c_uint64 * len(seeds))(*map(stream, seeds, positions))
+        out = torch.empty(len(seeds), count, dtype=torch.float64)
+        self._call["gumbel"](streams, len(seeds), first, count, out.data_ptr())
+        return out
+
+    def exp(self, x: Tensor) -> Tensor:  # noqa: D102
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._call["exp"](x.data_ptr(), x.numel(), out.data_ptr())
+        return out
+
+    def _prepare(self, program: Program) -> tuple[Program, int, Any]:
+        """The program as C's struct program, kept by identity: hashing its numbers would cost more than the call."""
+        chunks, nodes = len(program.merges), program.num_nodes
+        assert len(program.bounds) == chunks + 1
+        numbers = (chunks, nodes, _depth(program.merges), 0, 0, *program.bounds, *program.merges)
+        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        address = ctypes.addressof(array)
+        array[3], array[4] = address + 5 * 8, address + (5 + chunks + 1) * 8
+        if len(self._programs) >= 4096:  # programs made anew for every call must not pile up
+            self._programs.clear()
+        prepared = self._programs[id(program)] = (program, address, array)
+        return prepared
+
+
+def _function(library: ctypes.CDLL, name: str, signature: str) -> Any:
+    function = getattr(library, name)
+    function.argtypes = [_TYPES[letter] for letter in signature]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def _depth(merges: Sequence[int]) -> int:
+    """The greatest height of the stack while the program runs."""
+    height = depth = 0
+    for count in merges:
+        height += 1
+        depth = max(depth, height)
+        height -= count
+        assert height >= 1
+    return depth

@@ -1,0 +1,79 @@
+"""Rows of a batch job: JSON lines in, documents out. A bad row is an error of its own and never of its neighbours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import SamplingParams
+from shardwise.llm import LLM, RequestOutput
+
+Row = dict[str, Any] | str
+"""A line's object, or what is wrong with the line."""
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Each line of a JSON lines file; ValueError if the file can't be read."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"--input {path}: {error.strerror}") from None
+    for line in lines:
+        try:
+            row = json.loads(line)
+            yield row if isinstance(row, dict) else "a row must be a JSON object"
+        except (ValueError, RecursionError) as error:
+            yield f"not valid JSON: {error}"
+
+
+def submit_row(llm: LLM, row: Row, defaults: Mapping[str, Any], index: int) -> int:
+    """Hand one row to the model: ``prompt`` (text or token ids) or ``messages``, and sampling fields over ``defaults``.
+
+    Returns the request's number; ValueError says what is wrong with the row.
+    """
+    if isinstance(row, str):
+        raise ValueError(row)
+    fields = {**defaults, **row}
+    prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
+    if (prompt is None) == (messages is None):
+        raise ValueError("a row needs either prompt or messages")
+    if messages is None and not isinstance(prompt, str) and not _are_ids(prompt):
+        raise ValueError("prompt must be a string or a list of token ids")
+    if messages is not None and not (isinstance(messages, list) and all(isinstance(item, dict) for item in messages)):
+        raise ValueError("messages must be a list of objects with role and content")
+    return llm.submit(prompt, SamplingParams.from_dict(fields), messages, index=index)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def document(result: RequestOutput) -> dict[str, Any]:
+    """A finished request as JSON-ready data."""
+    return {
+        "index": result.index,
+        "prompt": result.prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "prompt_token_ids": result.prompt_token_ids,
+        "finish_reason": result.finish_reason,
+    }
+
+
+def timings_of(load_s: float, results: Sequence[RequestOutput]) -> dict[str, float | int]:
+    """Seconds to load, to the first token of all and over all; decoding counts every token after a prompt's first."""
+    generated = sum(len(result.token_ids) for result in results)
+    first = min((result.first_token for result in results), default=0.0)
+    last = max((result.finished for result in results), default=0.0)
+    began = min((result.submitted for result in results), default=0.0)
+    decoded = generated - len(results)
+    return {
+        "load_s": round(load_s, 4),
+        "ttft_s": round(first - began, 4),
+        "total_s": round(last - began, 4),
+        "prompt_tokens": sum(len(result.prompt_token_ids) for result in results),
+        "generated_tokens": generated,
+        "decode_tokens_per_s": round(decoded / (last - first), 3) if last > first else 0.0,
+    }

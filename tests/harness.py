@@ -1,0 +1,131 @@
+"""Whole layouts as threads, and the oracle's own generation: what the equivalence tests compare."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import reference
+from shardwise.config import EngineConfig, Layout, SamplingParams
+from shardwise.engine import Engine
+from shardwise.kernels.ops import load_ops
+from shardwise.llm import make_scheduler
+from shardwise.models.families.table import make_plan
+from shardwise.models.shard import make_shard
+from shardwise.parallel.axis import Axis
+from shardwise.parallel.placement import Run
+from shardwise.replicas import Replicas
+from shardwise.runtime.executor import Executor
+from shardwise.runtime.launch import RunPlan, plan_run, runner_spec
+from shardwise.runtime.local import ThreadExecutor
+from shardwise.runtime.runner import Runner
+from shardwise.runtime.sampler import Sampler
+from shardwise.runtime.source import Source, open_source
+from shardwise.schedule.sequence import Request
+from shardwise.schedule.step import Sampling
+from shardwise.weights.checkpoint import Checkpoint
+from shardwise.weights.load import load
+
+
+class NoText:
+    """Stands in for a tokenizer where only ids matter."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+@dataclass
+class Job:
+    """A prompt and how to continue it."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Answer:
+    """Tokens and the digest of every logits row that they were drawn from."""
+
+    tokens: list[int]
+    digest: str
+    reason: str | None
+
+
+def plan_of(path: Path, layout: str, **settings: Any) -> RunPlan:
+    settings = {"kernels": "native", "device": "cpu", "kv_tokens": 1024, **settings}
+    return plan_run(open_source(path), EngineConfig(layout=Layout.parse(layout), **settings))
+
+
+@contextmanager
+def threads(plan: RunPlan) -> Iterator[list[Executor]]:
+    """The replicas of a layout, every rank a thread."""
+    layout = plan.engine.layout
+    spec = runner_spec(plan)
+    executors: list[Executor] = [
+        ThreadExecutor(Layout(tp=layout.tp, pp=layout.pp), lambda place, axes: Runner(spec, place, *axes))
+        for _ in range(layout.dp)
+    ]
+    try:
+        yield executors
+    finally:
+        for executor in executors:
+            executor.close()
+
+
+def run(executors: Sequence[Executor], plan: RunPlan, jobs: Sequence[Job], **settings: Any) -> list[Answer]:
+    """Run all jobs together; ``settings`` are the scheduler's."""
+    eos = settings.pop("eos", plan.source.eos)
+    engines = [Engine(each, make_scheduler(plan, eos, **settings), NoText()) for each in executors]  # type: ignore[arg-type]
+    replicas = Replicas(engines)
+    return run_on(replicas, jobs)
+
+
+def run_on(replicas: Replicas, jobs: Sequence[Job]) -> list[Answer]:
+    tokens: list[list[int]] = [[] for _ in jobs]
+    digests = [hashlib.blake2b(digest_size=8) for _ in jobs]
+    reasons: list[str | None] = [None] * len(jobs)
+    for number, job in enumerate(jobs):
+        replicas.add(Request(number, tuple(job.prompt), job.params, job.params.seed or 0, want_logits=True))
+    while replicas.has_work:
+        for output in replicas.step():
+            tokens[output.request_id] += output.token_ids
+            for row in output.logits:
+                digests[output.request_id].update(row)
+            reasons[output.request_id] = output.finish_reason
+        for engine in replicas.engines:
+            engine.scheduler.check()
+    return [Answer(*item) for item in zip(tokens, [digest.hexdigest() for digest in digests], reasons, strict=True)]
+
+
+def whole_weights(source: Source) -> dict[str, Tensor]:
+    """Every parameter of the model, as a single rank's plan names them."""
+    plan = make_plan(source.config, make_shard(source.config, Layout()))
+    parts: dict[str, list[Tensor]] = {}
+    checkpoint = Checkpoint(source.index)
+    load(checkpoint, plan, lambda name, row, part: parts.setdefault(name, []).append(part))
+    checkpoint.close()
+    return {name: torch.cat(rows) for name, rows in parts.items()}
+
+
+def oracle(source: Source, job: Job, eos: frozenset[int] | None = None) -> list[int]:
+    """The tokens of one job by the oracle: the whole prompt again for each token."""
+    weights = whole_weights(source)
+    eos = source.eos if eos is None else eos
+    ops, _ = load_ops("torch", "cpu", weights["embed.weight"].dtype)
+    sampler = Sampler(ops, Axis(), [Run(0, source.config.vocab_size)])
+    by = job.params
+    sampling = Sampling(by.temperature, by.top_k, by.top_p, by.min_p, by.seed or 0)
+    tokens = list(job.prompt)
+    while len(tokens) - len(job.prompt) < by.max_tokens:
+        row = reference.logits(source.config, weights, tokens)[-1:]
+        tokens += sampler.sample(row, [sampling], [len(tokens)])
+        if tokens[-1] in by.stop_token_ids or (tokens[-1] in eos and not by.ignore_eos):
+            break
+    return tokens[len(job.prompt) :]

@@ -1,0 +1,110 @@
+"""The rooms and the arrows between them: an import that is not listed here is a design change."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "shardwise"
+
+ARROWS = {
+    "__init__": {"config", "engine", "llm"},
+    "__main__": {"cli"},
+    "cli": {"llm", "rows", "verify", "describe", "runtime", "weights"},
+    "rows": {"llm"},
+    "verify": {"llm", "engine", "replicas", "runtime", "schedule", "tokenizer", "kernels"},
+    "describe": {"runtime"},
+    "llm": {"replicas", "engine", "runtime", "schedule", "tokenizer"},
+    "replicas": {"engine", "schedule"},
+    "engine": {"schedule", "runtime", "tokenizer"},
+    "runtime": {"models", "weights", "parallel", "schedule", "kernels"},
+    "models": {"parallel", "kernels"},
+    "weights": {"parallel"},
+    "parallel": {"kernels"},
+    "reference": {"models"},
+    "schedule": set(),
+    "kernels": set(),
+    "tokenizer": set(),
+    "config": set(),
+}
+"""Room → rooms it may import; config is a leaf that anyone may."""
+
+TORCH = {"runtime", "models", "kernels", "parallel", "weights", "reference", "verify"}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, lazily or not."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the room"
+            found.add(node.module or "")
+    return found
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_listed_arrows(path: Path) -> None:
+    """Guards against a room quietly coming to know another."""
+    own = room(path)
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] == "shardwise":
+            other = parts[1] if len(parts) > 1 else "__init__"
+            assert other in ARROWS[own] | {own, "config"}, f"{own} must not import {module}"
+        if parts[0] == "torch":
+            assert own in TORCH, f"{own} must not import torch"
+        assert parts[0] not in ("pickle", "dill", "marshal", "shelve", "cloudpickle", "yaml"), (
+            f"{path} imports {module}"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_way_to_run_data(path: Path) -> None:
+    """R1: guards against code that turns a model's bytes or a peer's bytes into running code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in ("eval", "exec", "torch.load", "yaml.load", "__import__"), f"{path}:{node.lineno} {name}"
+            assert not name.endswith(("_object_list", "recv_pyobj")), f"{path}:{node.lineno} {name}"
+            for keyword in node.keywords:
+                trusted = keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False"
+                assert not trusted, f"{path}:{node.lineno} trusts remote code"
+
+
+def test_front_process_starts_without_torch() -> None:
+    """Guards the quick start of --help, the scheduler and the front process: none may import torch."""
+    modules = (
+        "shardwise, shardwise.cli, shardwise.llm, shardwise.verify, shardwise.describe, shardwise.runtime.processes"
+    )
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names() -> None:
+    """Guards the public face: exactly the names listed, nothing leaked."""
+    import shardwise
+
+    assert sorted(shardwise.__all__) == sorted(
+        ["LLM", "EngineConfig", "Layout", "Output", "RequestOutput", "SamplingParams", "__version__"]
+    )
+    for name in shardwise.__all__:
+        assert getattr(shardwise, name) is not None
+
+
+def test_package_stays_readable() -> None:
+    """Guards the promise that an engineer can read the package in an afternoon."""
+    lines = {path: len(path.read_text().splitlines()) for path in [*FILES, *PACKAGE.rglob("*.[ch]")]}
+    assert sum(lines.values()) < 5000, sum(lines.values())

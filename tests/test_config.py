@@ -1,0 +1,104 @@
+"""Layouts, engine settings and sampling parameters are checked when they are said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import EngineConfig, Layout, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("text", "dp", "tp", "pp", "canonical"),
+    [
+        ("1", 1, 1, 1, "1"),
+        ("tp2", 1, 2, 1, "tp2"),
+        ("pp3.tp2", 1, 2, 3, "tp2.pp3"),
+        ("dp2.tp2.pp2", 2, 2, 2, "dp2.tp2.pp2"),
+        ("tp1", 1, 1, 1, "1"),
+        (" TP4 ", 1, 4, 1, "tp4"),
+    ],
+)
+def test_layout_parses(text: str, dp: int, tp: int, pp: int, canonical: str) -> None:
+    """Guards the spelling users learn: any order, missing axes are 1, and the canonical form reads back."""
+    layout = Layout.parse(text)
+    assert (layout.dp, layout.tp, layout.pp) == (dp, tp, pp)
+    assert str(layout) == canonical
+    assert Layout.parse(canonical) == layout
+
+
+@pytest.mark.parametrize("text", ["", "2", "tp", "tp0", "tp-1", "tp2.tp2", "ep2", "tp2,pp2", "tp2.5", "tp2..pp2"])
+def test_bad_layout_names_the_form(text: str) -> None:
+    """Guards against an opaque error, or a silent guess, for a misspelt layout (C60)."""
+    with pytest.raises(ValueError, match="layout"):
+        Layout.parse(text)
+
+
+def test_coordinates_cover_the_mesh_once() -> None:
+    """Guards against two ranks in one place; a replica's ranks must be consecutive."""
+    layout = Layout(dp=2, tp=3, pp=2)
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    assert all(place.dp == rank // layout.replica_size for rank, place in enumerate(places))
+    with pytest.raises(ValueError, match="outside"):
+        layout.coordinates(layout.world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", -0.5),
+        ("min_p", float("inf")),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop", ("",)),
+        ("stop", ("x",) * 17),
+        ("stop", (3,)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", ("a",)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_bad_sampling_field_is_named(name: str, value: Any) -> None:
+    """Guards against a request that is accepted and then kills or silently changes its run (C2, C37)."""
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_unknown_sampling_field_is_refused() -> None:
+    """Guards against a misspelt field being ignored."""
+    with pytest.raises(ValueError, match="temprature"):
+        SamplingParams.from_dict({"temprature": 1})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "int3"},
+        {"device": "tpu"},
+        {"kernels": "cuda"},
+        {"max_chunk": 0},
+        {"max_batch_tokens": -5},
+        {"kv_tokens": 3},
+        {"threads": 0},
+        {"start_timeout": 0},
+        {"layout": Layout(tp=2), "split": (1.0,)},
+        {"layout": Layout(tp=2), "split": (1.0, 0.0)},
+        {"layout": Layout(pp=2), "stages": (3,)},
+    ],
+)
+def test_bad_engine_setting_is_named(settings: dict[str, Any]) -> None:
+    """Guards against a bad setting that is found only after the weights are read."""
+    name = next(key for key in settings if key != "layout")
+    with pytest.raises(ValueError, match=name):
+        EngineConfig(**settings)
