@@ -1,0 +1,117 @@
+"""Logits against Hugging Face transformers, in float64, on tiny random checkpoints whose counts divide by nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import reference
+from shardwise.runtime.source import open_source
+from shardwise.schedule.step import Chunk, Sampling, Step
+from tests.harness import plan_of, threads, whole_weights
+from tests.tiny import LLAMAS, hf_logits, save_gpt2, save_llama
+
+LAYOUTS = [f"tp{tp}.pp{pp}" for tp in (1, 2, 3, 4) for pp in (1, 2, 3)]
+TOKENS = [(7 * index + 3) % 61 for index in range(40)]
+CUTS = [0, 1, 9, 16, 17, 33, 40]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
+    root = tmp_path_factory.mktemp("models")
+    paths = {name: save_llama(root / name, name) for name in LLAMAS}
+    paths["biased"] = save_llama(root / "biased", "groups", seed=1, attention_bias=True, mlp_bias=True)
+    paths["gpt2"] = save_gpt2(root / "gpt2")
+    paths["gpt2_wide"] = save_gpt2(root / "gpt2_wide", heads=4, hidden=24, layers=4, vocab=64, seed=2)
+    return {name: (path, hf_logits(path, TOKENS)) for name, path in paths.items()}
+
+
+def logits_at_cuts(path: Path, layout: str, kernels: str) -> Tensor:
+    """Logits of the last row of each chunk of TOKENS, cut at CUTS, on a layout of threads."""
+    plan = plan_of(path, layout, kernels=kernels)
+    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logits=True)
+    rows = []
+    with threads(plan) as (executor,):
+        for number, (start, stop) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+            executor.submit(Step(0, number, [Chunk(5, start, TOKENS[start:stop], [3, 1, 7], sampling)]))
+        for _ in CUTS[1:]:
+            (raw,) = executor.collect().logits
+            rows.append(torch.frombuffer(bytearray(raw), dtype=torch.float64))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("name", [*LLAMAS, "biased", "gpt2", "gpt2_wide"])
+def test_logits_equal_transformers(models: dict[str, tuple[Path, Tensor]], name: str, kernels: str) -> None:
+    """Guards the mathematics of each family in every layout: 1e-10 leaves no room for a wrong slice or order."""
+    path, expected = models[name]
+    layers = open_source(path).config.num_layers
+    for layout in LAYOUTS:
+        if int(layout[-1]) <= layers:
+            found = logits_at_cuts(path, layout, kernels)
+            torch.testing.assert_close(found, expected[[cut - 1 for cut in CUTS[1:]]], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*LLAMAS, "biased", "gpt2"])
+def test_the_oracle_equals_transformers(models: dict[str, tuple[Path, Tensor]], name: str) -> None:
+    """Guards the oracle, which every other test trusts."""
+    path, expected = models[name]
+    source = open_source(path)
+    found = reference.logits(source.config, whole_weights(source), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rope_scaling_equals_transformers(tmp_path: Path, kind: str) -> None:
+    """C56: scaled rotary positions are right below and beyond the original context of 32."""
+    path = save_llama(tmp_path, "groups", seed=5, rope_parameters=SCALINGS[kind])
+    found = logits_at_cuts(path, "tp2", "native")
+    expected = hf_logits(path, TOKENS)[[cut - 1 for cut in CUTS[1:]]]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope scaling 'dynamic'"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: gpt2, llama, mistral"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"sliding_window": 16}, "sliding_window 16"),
+        ({"num_key_value_heads": 2}, "9 heads can't share 2 kv heads"),
+        ({"hidden_size": None}, "hidden_size must be a whole number"),
+        ({"num_hidden_layers": 10**12}, "num_layers"),
+    ],
+)
+def test_unsupported_numbers_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    """Guards against a feature of the model that is silently left out, which gives plausible wrong text."""
+    import json
+
+    path = save_llama(tmp_path, "groups")
+    config = path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(ValueError, match="model config") as caught:
+        open_source(path)
+    assert words in str(caught.value)
