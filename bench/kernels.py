@@ -124,7 +124,12 @@ def small(compute: torch.dtype) -> dict[str, float]:
     tiny, x = ops.weight(32, 16, compute), torch.randn(1, 576, dtype=compute)
     keys, values = ops.cache(4, 3, 64, "cpu")
     one, angles = torch.zeros(1, dtype=torch.int32), torch.rand(64, 32, dtype=compute)
-    x16, gate, qkv, weight = x[:, :16].contiguous(), x.new_ones(1, 3072), x.new_ones(1, 960), torch.rand(576).to(compute)
+    x16, gate, qkv, weight = (
+        x[:, :16].contiguous(),
+        x.new_ones(1, 3072),
+        x.new_ones(1, 960),
+        torch.rand(576).to(compute),
+    )
     order, logits = Program.whole(16), -torch.rand(49152, dtype=torch.float64)
     starts, q, table = torch.tensor([0, 1], dtype=torch.int32), x.new_ones(1, 9, 64), one.view(1, 1)
     took = medians(
@@ -146,7 +151,11 @@ def show(rows: list[dict[str, Any]]) -> None:
     """One line per row, numbers to three figures."""
     print("  ".join(f"{name:>11}" for name in rows[0]))
     for row in rows:
-        print("  ".join(f"{'' if x is None else format(x, '.3g' if isinstance(x, float) else ''):>11}" for x in row.values()))
+        print(
+            "  ".join(
+                f"{'' if x is None else format(x, '.3g' if isinstance(x, float) else ''):>11}" for x in row.values()
+            )
+        )
 
 
 def main() -> None:

@@ -23,6 +23,6 @@ def machine() -> str:
         flags = fields.get("flags", "").split()
         vector = " ".join(flag for flag in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags)
     return (
-        f"{model}, {os.cpu_count()} cores, {vector}, {memory / 2**30:.0f} GiB, {platform.system()} {platform.machine()}, "
-        f"Python {platform.python_version()}, torch {version('torch')}, {date.today()}"
+        f"{model}, {os.cpu_count()} cores, {vector}, {memory / 2**30:.0f} GiB, {platform.system()} "
+        f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, {date.today()}"
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.peers.protocol import Clock, serve
 
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")

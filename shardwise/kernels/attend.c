@@ -34,22 +34,43 @@ struct NAME(query) {
     int64_t keys; /* that it sees */
 };
 
-/* Scores of R queries, packed as [dims][R], for 2 * WIDTH keys: at low and high, 16 apart per dim. */
-INLINE void NAME(score)(const int R, const REAL *q, int64_t dims, REAL scale, const REAL *low, const REAL *high,
-                        REAL *to_low, REAL *to_high) {
-    NAME(vec) sum[R][2], factor = NAME(fill)(scale);
-    UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = NAME(fill)(0);
-    for (int64_t d = 0; d < dims; d++, q += R, low += TOKENS, high += TOKENS) {
-        NAME(vec) a = NAME(load)(low), b = NAME(load)(high);
-        UNROLL for (int r = 0; r < R; r++) {
-            NAME(vec) value = NAME(fill)(q[r]);
-            sum[r][0] = NAME(fma)(value, a, sum[r][0]);
-            sum[r][1] = NAME(fma)(value, b, sum[r][1]);
+/* Vectors that a pass over R queries takes side by side: more where queries are few, for there must be work in flight. */
+#define SIDE(R) (4 * (R) <= 2 * MAX_ROWS ? 4 : 2)
+#define MAX_SIDE 4
+
+/* Scores [block][R][16] of R queries, packed as [dims][R], for count keys; up to SIDE vectors more are written. keys is
+ * the key head's part of block 0, blocks are block_size apart. */
+INLINE void NAME(score)(const int R, const REAL *q, int64_t dims, REAL scale, const REAL *keys, const int32_t *blocks,
+                        int64_t block_size, int64_t count, REAL *scores) {
+    const int N = SIDE(R);
+    const NAME(vec) factor = NAME(fill)(scale);
+    const int64_t vectors = (count + WIDTH - 1) / WIDTH, per_block = TOKENS / WIDTH;
+    const REAL *here[MAX_SIDE], *next[MAX_SIDE];
+    for (int64_t v = -N; v < vectors; v += N) {
+        UNROLL for (int n = 0; n < N; n++) { /* past the end: the last vector again */
+            int64_t ahead = v + N + n < vectors ? v + N + n : vectors - 1;
+            here[n] = next[n];
+            next[n] = keys + blocks[ahead / per_block] * block_size + ahead % per_block * WIDTH;
         }
-    }
-    UNROLL for (int r = 0; r < R; r++) {
-        NAME(store)(to_low + r * TOKENS, sum[r][0] * factor);
-        NAME(store)(to_high + r * TOKENS, sum[r][1] * factor);
+        if (v < 0) continue;
+        NAME(vec) sum[MAX_ROWS][MAX_SIDE];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int n = 0; n < N; n++) sum[r][n] = NAME(fill)(0);
+        for (int64_t d = 0; d < dims; d++) {
+            NAME(vec) key[MAX_SIDE];
+            UNROLL for (int n = 0; n < N; n++) {
+                key[n] = NAME(keep)(NAME(load)(here[n] + d * TOKENS));
+                __builtin_prefetch(next[n] + d * TOKENS);
+            }
+            UNROLL for (int r = 0; r < R; r++) {
+                NAME(vec) value = NAME(fill)(q[d * R + r]);
+                UNROLL for (int n = 0; n < N; n++) sum[r][n] = NAME(fma)(value, key[n], sum[r][n]);
+            }
+        }
+        UNROLL for (int n = 0; n < N; n++) {
+            REAL *to = scores + (v + n) / per_block * R * TOKENS + (v + n) % per_block * WIDTH;
+            UNROLL for (int r = 0; r < R; r++) NAME(store)(to + r * TOKENS, sum[r][n] * factor);
+        }
     }
 }
 
@@ -58,18 +79,23 @@ INLINE void NAME(score)(const int R, const REAL *q, int64_t dims, REAL scale, co
 INLINE void NAME(blend)(const int R, const int N, const int64_t stride, const REAL *weights, const REAL *values,
                         const int32_t *blocks, int64_t block_size, int64_t padded, int64_t start, int64_t stop,
                         REAL *out) {
-    NAME(vec) sum[R][N];
+    NAME(vec) sum[MAX_ROWS][MAX_SIDE];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int n = 0; n < N; n++) sum[r][n] = NAME(load)(out + r * padded + n * WIDTH);
     for (int64_t t = start; t < stop;) {
-        const REAL *weight = weights + t / TOKENS * stride * TOKENS + t % TOKENS;
-        const REAL *value = values + blocks[t / TOKENS] * block_size + t % TOKENS * padded;
-        int64_t end = t / TOKENS * TOKENS + TOKENS < stop ? t / TOKENS * TOKENS + TOKENS : stop;
+        const int64_t block = t / TOKENS, end = block * TOKENS + TOKENS < stop ? block * TOKENS + TOKENS : stop;
+        const REAL *weight = weights + block * stride * TOKENS + t % TOKENS;
+        const REAL *value = values + blocks[block] * block_size + t % TOKENS * padded;
+        const int64_t ahead = end < stop ? (blocks[block + 1] - blocks[block]) * block_size : 0;
         for (; t < end; t++, weight++, value += padded) {
+            NAME(vec) row[MAX_SIDE];
+            UNROLL for (int n = 0; n < N; n++) {
+                row[n] = NAME(keep)(NAME(load)(value + n * WIDTH));
+                __builtin_prefetch(value + ahead + n * WIDTH);
+            }
             UNROLL for (int r = 0; r < R; r++) {
                 NAME(vec) factor = NAME(fill)(weight[r * TOKENS]);
-                UNROLL for (int n = 0; n < N; n++)
-                    sum[r][n] = NAME(fma)(factor, NAME(load)(value + n * WIDTH), sum[r][n]);
+                UNROLL for (int n = 0; n < N; n++) sum[r][n] = NAME(fma)(factor, row[n], sum[r][n]);
             }
         }
     }
@@ -81,9 +107,10 @@ INLINE void NAME(blend_all)(const int R, const int64_t stride, const REAL *weigh
                             const int32_t *blocks, int64_t block_size, int64_t padded, int64_t start, int64_t stop,
                             REAL *out) {
     int64_t d = 0;
-    for (; d + 2 * WIDTH <= padded; d += 2 * WIDTH)
-        NAME(blend)(R, 2, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
-    if (d < padded) NAME(blend)(R, 1, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
+    for (; d + SIDE(R) * WIDTH <= padded; d += SIDE(R) * WIDTH)
+        NAME(blend)(R, SIDE(R), stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
+    for (; d < padded; d += WIDTH)
+        NAME(blend)(R, 1, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
 }
 
 /* Turns the scores of one query ([block][R][16]) into e^(score - maximum) in place; returns their sum. */
@@ -115,7 +142,7 @@ static REAL NAME(exponentials)(int R, REAL *scores, int64_t keys) {
     return sum[0];
 }
 
-/* One task; scratch holds packed queries [dims][R], outputs [R][padded] and scores [blocks, made even][R][16]. */
+/* One task; scratch holds packed queries [dims][R], outputs [R][padded] and scores [blocks + 4][R][16]. */
 INLINE void NAME(run)(const int R, const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
     const int64_t dims = call->dims, padded = call->padded, head = task->key_head;
     const int64_t group = call->groups[head + 1] - call->groups[head], key_block = call->key_heads * dims * TOKENS;
@@ -133,19 +160,7 @@ INLINE void NAME(run)(const int R, const struct NAME(call) *call, const struct N
     }
     for (int64_t d = 0; d < dims; d++)
         for (int r = 0; r < R; r++) packed[d * R + r] = query[r].q[d];
-    const int64_t blocks = (most + TOKENS - 1) / TOKENS;
-    for (int64_t b = 0; b < blocks; b++) {
-        const REAL *block = keys + task->blocks[b] * key_block;
-        REAL *to = scores + b * R * TOKENS;
-        if (WIDTH == TOKENS) { /* a vector is a whole block: take two blocks; the last may be its own companion */
-            const REAL *next = b + 1 < blocks ? keys + task->blocks[b + 1] * key_block : block;
-            NAME(score)(R, packed, dims, call->scale, block, next, to, to + R * TOKENS);
-            b++;
-        } else {
-            for (int i = 0; i < TOKENS; i += 2 * WIDTH)
-                NAME(score)(R, packed, dims, call->scale, block + i, block + i + WIDTH, to + i, to + i + WIDTH);
-        }
-    }
+    NAME(score)(R, packed, dims, call->scale, keys, task->blocks, key_block, most, scores);
     REAL sums[R];
     for (int r = 0; r < R; r++) sums[r] = NAME(exponentials)(R, scores + r * TOKENS, query[r].keys);
     memset(out, 0, sizeof(REAL) * padded * R);
@@ -173,6 +188,8 @@ FOR_ROWS(IGNORING_RUN, )
 static void NAME(dispatch)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
     switch (rows_taken(task->count)) { FOR_ROWS(IGNORING_RUN_CASE, ) }
 }
+#undef SIDE
+#undef MAX_SIDE
 #undef RUN
 #undef RUN_CASE
 #undef IGNORING_RUN
@@ -198,7 +215,7 @@ int NAME(sw_attend)(const REAL *q, const REAL *keys, const REAL *values, const i
                                                      queries - i < MAX_ROWS ? queries - i : MAX_ROWS};
         }
     int threads = threads_for(work), failed = 0;
-    size_t room = sizeof(REAL) * MAX_ROWS * (dims + padded + TOKENS * (longest / TOKENS + 2));
+    size_t room = sizeof(REAL) * MAX_ROWS * (dims + padded + TOKENS * (longest / TOKENS + 5));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         REAL *scratch = malloc(room);

@@ -121,11 +121,13 @@ INLINE void NAME(weights)(int format, const void *weight, NAME(vec) *low, NAME(v
 /* One chunk: R rows of x [count][R] times a strip, whose rows are PANEL apart; sum [R][2]. */
 INLINE void NAME(chunk)(const int R, const int format, const REAL *x, const char *weight, int64_t count,
                         NAME(vec) *sum) {
-    NAME(vec) total[R][2];
+    NAME(vec) total[MAX_ROWS][2];
     UNROLL for (int r = 0; r < R; r++) total[r][0] = total[r][1] = NAME(fill)(0);
     for (int64_t k = 0; k < count; k++, x += R, weight += PANEL * FORMAT_BYTES(format)) {
         NAME(vec) low, high;
         NAME(weights)(format, weight, &low, &high);
+        low = NAME(keep)(low);
+        high = NAME(keep)(high);
         UNROLL for (int r = 0; r < R; r++) {
             NAME(vec) value = NAME(fill)(x[r]);
             total[r][0] = NAME(fma)(value, low, total[r][0]);

@@ -64,6 +64,14 @@ INLINE NAME(vec) NAME(load)(const REAL *from) { return *(const NAME(vec) *)from;
 INLINE void NAME(store)(REAL *to, NAME(vec) value) { *(NAME(vec) *)to = value; }
 INLINE NAME(vec) NAME(fill)(REAL value) { return value - (NAME(vec)){0}; } /* -0 stays -0 */
 
+/* The same, in a register: a compiler that folds a load into each of its uses would load it once per row. */
+INLINE NAME(vec) NAME(keep)(NAME(vec) value) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(value));
+#endif
+    return value;
+}
+
 #if IS_FLOAT
 INLINE float fma1_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else

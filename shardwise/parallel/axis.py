@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -110,13 +110,13 @@ class Axis:
         return [mine] if self.transport is None else self.transport.exchange(mine, shapes)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _node_counts(tree: Tree) -> tuple[int, ...]:
     """How many nodes of ``tree`` each rank holds."""
     return tuple(len(tree.nodes(rank)) for rank in range(len(tree.parts)))
 
 
-def missing(axis: str, arrived: Sequence[int], round_number: int) -> TimeoutError:
-    """The error for a round of ``axis`` that not all ranks joined; ``arrived[r]`` is the last round rank r came to."""
-    late = [str(rank) for rank, last in enumerate(arrived) if last < round_number]
-    return TimeoutError(f"{axis} axis: waited in vain for rank {', '.join(late) or '(all came too late)'}")
+def missing(axis: str, ranks: Sequence[int]) -> TimeoutError:
+    """The error for a call on ``axis`` that waited in vain for ``ranks``."""
+    names = ", ".join(map(str, ranks)) or "(all came, too late)"
+    return TimeoutError(f"{axis} axis: waited in vain for rank {names}")

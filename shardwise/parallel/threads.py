@@ -50,7 +50,8 @@ class ThreadTransport:
         try:
             meeting.barrier.wait(meeting.timeout)
         except threading.BrokenBarrierError:
-            raise self._gone() or missing(meeting.name, meeting.arrived, self._round) from None
+            late = [rank for rank, last in enumerate(meeting.arrived) if last < self._round]
+            raise self._gone() or missing(meeting.name, late) from None
         return list(box)
 
     def send(self, tensor: Tensor) -> None:
@@ -63,7 +64,7 @@ class ThreadTransport:
         try:
             tensor = meeting.mail[sender].get(timeout=meeting.timeout)
         except Empty:
-            raise missing(meeting.name, [int(rank != sender) for rank in range(meeting.size)], 1) from None
+            raise missing(meeting.name, [sender]) from None
         if tensor is None:
             raise self._gone() or AssertionError("only a rank that leaves sends None")
         assert tuple(tensor.shape) == tuple(shape)

@@ -25,7 +25,7 @@ class RankFailure(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks of one replica. Used by one thread; every method raises RankFailure as it learns of it."""
+    """Runs steps on all ranks of one replica. Used by one thread; any method may raise RankFailure."""
 
     figures: list[dict[str, int | float | str]]
     """What each rank told about itself when it was ready, in rank order."""

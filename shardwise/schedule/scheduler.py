@@ -45,7 +45,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._max_chunk = max_chunk
-        # More running sequences than the steps in flight have rows would only hold blocks.
+        # A step's share of the sequences then never exceeds its rows.
         self._max_num_seqs = min(max_num_seqs, max_batch_tokens * num_in_flight)
         self._num_in_flight = num_in_flight
         self._eos = eos
@@ -113,24 +113,23 @@ class Scheduler:
             return len(tokens)
 
         ready = [sequence for sequence in self._running if not sequence.in_flight]
-        share = self._share(len(self._running))
+        num_flying = len(self._running) - len(ready)
+        share = self._share(len(self._running), num_flying)
         if len(ready) > share:
             ready.sort(key=lambda sequence: sequence.served)
         longer: list[Sequence] = []
         for sequence in ready:
             if len(taken) + len(longer) == share:
                 break
-            if not sequence.blocks:
-                continue  # just preempted
             if sequence.num_left > 1:
                 longer.append(sequence)
             elif self._make_room(sequence):
                 budget -= take(sequence)
-        for sequence in sorted(longer, key=_arrival):
-            if budget and sequence.blocks:
+        for sequence in longer:
+            if budget and sequence.blocks:  # else preempted by one of the decodes
                 budget -= take(sequence)
 
-        share = self._share(min(len(self._running) + len(self._waiting), self._max_num_seqs))
+        share = self._share(min(len(self._running) + len(self._waiting), self._max_num_seqs), num_flying)
         while self._waiting and budget and len(taken) < share and len(self._running) < self._max_num_seqs:
             # A block to spare for each running sequence keeps the newcomer from being preempted at once.
             if not self.pool.admit(self._waiting[0], spare=len(self._running)):
@@ -213,8 +212,10 @@ class Scheduler:
             assert sequence.computed == sequence.in_flight == sequence.committed == 0, sequence
         self.pool.check(self._running)
 
-    def _share(self, num_sequences: int) -> int:
-        return -(-num_sequences // self._num_in_flight)
+    def _share(self, num_sequences: int, num_flying: int) -> int:
+        """The most sequences for one step: an even part of all, and of those not in flight for the steps still free."""
+        num_open = self._num_in_flight - len(self._steps)
+        return min(-(-num_sequences // self._num_in_flight), -(-(num_sequences - num_flying) // num_open))
 
     def _max_len(self, request: Request) -> int:
         return min(len(request.prompt) + request.params.max_tokens, self._max_model_len)

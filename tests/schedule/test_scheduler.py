@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -318,6 +319,20 @@ def test_work_spreads_over_the_steps_in_flight(depth: int, count: int) -> None:
     run.drain()
 
 
+def test_a_lone_step_and_a_crowd_even_out() -> None:
+    """Guards balance: whoever comes while one sequence is in flight does not pile up in the other step."""
+    run = Run(make(num_in_flight=2))
+    run.add(ask(0, prompt(6), max_tokens=40, ignore_eos=True))
+    run.schedule()
+    run.add(*(ask(number, prompt(6, number), max_tokens=40, ignore_eos=True) for number in range(1, 8)))
+    for _ in range(6):
+        run.round()
+    for _ in range(6):
+        (step,) = run.round()
+        assert len(step.chunks) == 4
+    run.drain()
+
+
 def test_a_driver_that_never_fills_the_pipeline_starves_nobody() -> None:
     """Guards fairness: the share of a step goes to the least recently served, a long prompt among them."""
     run = Run(make(num_in_flight=2, max_chunk=4))
@@ -339,19 +354,29 @@ def test_a_driver_that_never_fills_the_pipeline_starves_nobody() -> None:
 
 def test_the_latest_gives_way_and_keeps_its_tokens() -> None:
     """Guards preemption: the earliest goes on, the latest recomputes what it had and repeats no token."""
-    run = Run(make(num_blocks=4, prefix_cache=False))
-    run.add(ask(0, prompt(30), max_tokens=20, ignore_eos=True), ask(1, prompt(30, 9), max_tokens=20, ignore_eos=True))
-    for _ in range(3):
-        run.round()
+    run = Run(make(num_blocks=5, prefix_cache=False))
+    run.add(ask(0, prompt(30), max_tokens=40, ignore_eos=True), ask(1, prompt(30, 9), max_tokens=40, ignore_eos=True))
+    run.round()
     assert run.scheduler.num_running == 2
-    (step,) = run.round()
+    while run.scheduler.num_running == 2:
+        (step,) = run.round()
     assert sizes(step) == {0: 1}
-    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 1)
+    assert (run.scheduler.num_waiting, len(run.got[0])) == (1, 50)
     kept = len(run.got[1])
     assert kept == 33
     run.drain()
-    restart = next(chunk for step in run.ranks.steps[4:] for chunk in step.chunks if chunk.sequence == 1)
-    assert (restart.start, len(restart.tokens)) == (0, kept)
+    restart = [chunk for step in run.ranks.steps for chunk in step.chunks if chunk.sequence == 1 and chunk.start == 0]
+    assert [len(chunk.tokens) for chunk in restart] == [30, kept]
+
+
+def test_a_newcomer_leaves_blocks_for_those_who_run() -> None:
+    """Guards against admitting what is preempted a few tokens later, and then admitted again."""
+    run = Run(make(num_blocks=3))
+    run.add(ask(0, prompt(30), max_tokens=10, ignore_eos=True), ask(1, prompt(16, 9), max_tokens=10, ignore_eos=True))
+    run.round()
+    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 1)
+    run.drain()
+    assert sum(step.num_tokens for step in run.ranks.steps) == 30 + 9 + 16 + 9
 
 
 def test_the_preempted_goes_to_the_head_of_the_line() -> None:
@@ -608,12 +633,15 @@ def test_everyone_gets_what_it_gets_alone(
 
 def test_the_plan_is_deterministic() -> None:
     """Guards reproducible runs: equal calls give equal steps, block numbers included."""
-    plans: list[list[Step]] = []
+    plans: list[list[bytes]] = []
     for _ in range(2):
         run = Run(make(num_blocks=9, num_in_flight=2, max_batch_tokens=30))
         run.add(*(ask(number, prompt(11 + number, number % 3), max_tokens=50) for number in range(12)))
-        run.drain()
-        plans.append(run.ranks.steps)
+        sent: list[bytes] = []
+        while run.scheduler.has_work:
+            sent += map(msgspec.msgpack.encode, run.round())
+        assert sent == list(map(msgspec.msgpack.encode, run.ranks.steps)), "a step changed after it was sent"
+        plans.append(sent)
     assert plans[0] == plans[1]
 
 
