@@ -106,8 +106,8 @@ def distributed_axes(
     """Join the process group of a replica of ``tp * pp`` ranks (tp varies fastest) and return this rank's axes.
 
     NCCL for a CUDA ``device``, gloo otherwise; ``timeout`` in seconds bounds every call. ``meeting`` is a rendezvous
-    URL of torch.distributed; see `file_meeting`. All sockets stay on ``interface``, by default the loopback one: whoever
-    can reach them can write into the model's activations.
+    URL of torch.distributed; see `file_meeting`. All sockets stay on ``interface``, by default the loopback one, since
+    whoever can reach them can write into the model's activations.
     """
     name = interface or loopback()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name

@@ -24,11 +24,25 @@ class RankFailure(RuntimeError):
         self.rank, self.cause, self.kind, self.detail = rank, cause, kind, detail
 
 
+Figures = dict[str, int | float | str]
+"""What a rank tells about itself when it is ready."""
+
+
+class Rank(Protocol):
+    """One rank's work, wherever it runs."""
+
+    def load(self) -> Figures | None:
+        """Read the weights; tell about it."""
+
+    def step(self, step: Step) -> StepResult | None:
+        """Run one step; the rank that samples (last stage, tp rank 0) returns its result, the others None."""
+
+
 class Executor(Protocol):
     """Runs steps on all ranks of one replica. Used by one thread; any method may raise RankFailure."""
 
-    figures: list[dict[str, int | float | str]]
-    """What each rank told about itself when it was ready, in rank order."""
+    figures: list[Figures]
+    """Of each rank, in rank order."""
 
     def submit(self, step: Step) -> None:
         """Start a step. Several may be in flight."""

@@ -11,26 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Protocol
 
 from shardwise.config import Coordinates, Layout
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.threads import thread_axes
-from shardwise.runtime.executor import RankFailure, Signal
+from shardwise.runtime.executor import Figures, Rank, RankFailure, Signal
 from shardwise.schedule.step import Step, StepResult
-
-Figures = dict[str, int | float | str]
-
-
-class Rank(Protocol):
-    """One rank's work."""
-
-    def load(self) -> Figures | None:
-        """Read the weights; tell about it."""
-
-    def step(self, step: Step) -> StepResult | None:
-        """Run one step; the rank that samples (last stage, tp rank 0) returns its result, the others None."""
-
 
 MakeRank = Callable[[Coordinates, tuple[Axis, Axis]], Rank]
 """Builds a rank from its place in the mesh and its (tp, pp) axes; called where the rank will run."""

@@ -93,7 +93,8 @@ class Scheduler:
         """The next step, or None if nothing can run before a result comes (or nothing is left to run).
 
         Decodes go first, then chunks of prompts, then new sequences. When several steps may be in flight, a step leaves
-        to the others their share of the sequences, and takes the least recently served.
+        to the others their share of the sequences, and takes the least recently served. A sequence whose next token must
+        be sampled first waits for that result; the chunks of a long prompt follow each other through the stages.
         """
         if len(self._steps) >= self._num_in_flight:
             return None
@@ -103,16 +104,17 @@ class Scheduler:
         budget = self._max_batch_tokens
 
         def take(sequence: Sequence) -> int:
-            start = sequence.computed
-            sequence.in_flight = min(sequence.num_left, self._max_chunk, budget)
+            start = sequence.computed + sequence.in_flight
+            count = min(sequence.num_left, self._max_chunk, budget)
+            sampling = sequence.sampling if count == sequence.num_left else None
+            tokens = sequence.tokens[start : start + count]
+            sequence.in_flight += count
             sequence.served = number
-            tokens = sequence.tokens[start : start + sequence.in_flight]
-            sampling = sequence.sampling if sequence.in_flight == sequence.num_left else None
             chunks.append(Chunk(sequence.request.id, start, tokens, sequence.blocks.copy(), sampling))
             taken.append(sequence)
             return len(tokens)
 
-        ready = [sequence for sequence in self._running if not sequence.in_flight]
+        ready = [sequence for sequence in self._running if sequence.num_left]
         num_flying = len(self._running) - len(ready)
         share = self._share(len(self._running), num_flying)
         if len(ready) > share:
@@ -158,7 +160,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue
             assert bool(tokens) == (chunk.sampling is not None), (chunk, tokens)
-            sequence.in_flight = 0
+            sequence.in_flight -= len(chunk.tokens)
             sequence.computed += len(chunk.tokens)
             self.pool.commit(sequence)
             if tokens:
@@ -200,12 +202,11 @@ class Scheduler:
         assert len(self._running) <= self._max_num_seqs
         assert len(self._steps) <= self._num_in_flight
         flying = [sequence for taken in self._steps.values() for sequence in taken if sequence.finish_reason is None]
-        assert len(set(flying)) == len(flying)
         assert set(flying) == {sequence for sequence in self._running if sequence.in_flight}
         for sequence in self._running:
             assert sequence.blocks
             assert 0 <= sequence.computed < len(sequence.tokens) < sequence.max_len, sequence
-            assert 0 <= sequence.in_flight <= sequence.num_left, sequence
+            assert 0 <= sequence.in_flight <= len(sequence.tokens) - sequence.computed, sequence
             assert sequence.computed + sequence.in_flight <= len(sequence.blocks) * BLOCK, sequence
         for sequence in self._waiting:
             assert not sequence.blocks

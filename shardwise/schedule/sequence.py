@@ -71,8 +71,8 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens whose KV is still to be computed: 1 for one that only decodes."""
-        return len(self.tokens) - self.computed
+        """Tokens not yet computed nor handed to a step: 1 for one that only decodes."""
+        return len(self.tokens) - self.computed - self.in_flight
 
     @property
     def num_generated(self) -> int:

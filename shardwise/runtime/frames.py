@@ -1,0 +1,110 @@
+"""What the front process and a rank say to each other, and how it is cut into frames. Plain data: no torch, no pickle."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+HEAD = struct.Struct("<IB")
+"""Before each msgpack payload: its length in bytes and its kind."""
+PIECE = 1 << 20
+
+
+class Kind(IntEnum):
+    """START, STEP and QUIT go to the rank; READY, RESULT and FAILED come from it."""
+
+    START = 1
+    STEP = 2
+    QUIT = 3
+    READY = 4
+    RESULT = 5
+    FAILED = 6
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What one rank is told first. ``runner`` is for whoever builds the rank's work; all else is about processes."""
+
+    rank: int
+    """Within the replica of ``tp * pp`` ranks; tp varies fastest."""
+    tp: int
+    pp: int
+    runner: msgspec.Raw
+    transport: str = "shm"
+    """"shm", "gloo" or "nccl"."""
+    device: int | None = None
+    """The GPU's number, or None for the CPU."""
+    threads: int = 1
+    slot_bytes: int = 16 << 20
+    timeout: float = 60.0
+    """Seconds that a collective may take."""
+    shared: int = -1
+    """Descriptor of the anonymous file in which the replica's ranks meet; the executor fills it in."""
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The exception that ended a rank."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+def pack(kind: Kind, content: Any = None) -> bytes:
+    """One frame."""
+    payload = msgspec.msgpack.encode(content)
+    return HEAD.pack(len(payload), kind) + payload
+
+
+class Frames:
+    """Both directions of a stream socket, which may block (a rank's end) or not (the front's)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.unsent = bytearray()
+        self._received = bytearray()
+
+    def send(self, frame: bytes = b"") -> None:
+        """Send the frame, after what is still unsent, as far as the socket takes it.
+
+        A peer that is gone is no error here: it shows at the reading end.
+        """
+        self.unsent += frame
+        try:
+            while self.unsent:
+                del self.unsent[: self.connection.send(self.unsent)]
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            pass
+
+    def receive(self) -> bool:
+        """Read what has come; False at the end of the stream."""
+        try:
+            data = self.connection.recv(PIECE)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def take(self) -> tuple[Kind, bytes] | None:
+        """The oldest whole frame received and not taken yet."""
+        if len(self._received) < HEAD.size:
+            return None
+        length, kind = HEAD.unpack_from(self._received)
+        end = HEAD.size + length
+        if len(self._received) < end:
+            return None
+        payload = bytes(self._received[HEAD.size : end])
+        del self._received[:end]
+        return Kind(kind), payload
+
+    def read(self) -> tuple[Kind, bytes] | None:
+        """The next frame, or None at the end of the stream; for a socket that blocks."""
+        while (frame := self.take()) is None:
+            if not self.receive():
+                return None
+        return frame
