@@ -201,8 +201,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Prove that every layout, batch size and chunk size gives one answer: one hash of all logits."""
-    from shardwise.verify import verify_kernels, verify_layouts
+    from shardwise.verify import KernelReport, Report, verify_kernels, verify_layouts
 
+    report: Report | KernelReport
     if kernels:
         report = verify_kernels()
     else:

@@ -181,7 +181,7 @@ def verify_kernels(want: str = "auto") -> KernelReport:
     how = ""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         ops, how = load_ops(want, "cpu", torch.float64 if dtype == torch.float64 else torch.float32)
-        findings += [tuple(found) for found in check_kernels(ops, dtype) if found not in findings]
+        findings += [(found.kernel, found.property, found.holds) for found in check_kernels(ops, dtype)]
     return KernelReport(how, findings)
 
 

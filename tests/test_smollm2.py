@@ -75,8 +75,9 @@ def test_one_answer_on_real_processes(source: Source) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_one_answer_in_every_way(source: Source) -> None:
-    """The promise, whole: 8 layouts, 20 prompts of 1 to 400 tokens, greedy and seeded, together, one by one, in chunks of
-    1, 7, 64 and 512, with cold and warm prefix cache, and under preemption: the same tokens and one hash of logits."""
+    """The promise, whole: 8 layouts, 20 prompts of 1 to 400 tokens, greedy and seeded, together, one by one, in chunks
+    of 1, 7, 64 and 512, with cold and warm prefix cache, and under preemption: the same tokens and one hash of logits.
+    """
     jobs = jobs_of(prompts_of(source), 64)
     first: list[Answer] | None = None
     for layout in LAYOUTS:
@@ -88,7 +89,7 @@ def test_one_answer_in_every_way(source: Source) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_greedy_tokens_equal_transformers(source: Source) -> None:
-    """Guards against being consistently wrong: 64 greedy tokens of each prompt equal transformers' on the same weights."""
+    """Guards against being consistently wrong: 64 greedy tokens of each prompt are transformers' on these weights."""
     import torch
     from transformers import AutoModelForCausalLM
 

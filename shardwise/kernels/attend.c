@@ -28,12 +28,6 @@ struct NAME(task) {
     int64_t key_head, first, count; /* queries first to first + count; query i is row i / group and head i % group */
 };
 
-struct NAME(query) {
-    const REAL *q;
-    REAL *out;
-    int64_t keys; /* that it sees */
-};
-
 /* Vectors that a pass over R queries takes side by side: more where queries are few, for there must be work in flight. */
 #define SIDE(R) (4 * (R) <= 2 * MAX_ROWS ? 4 : 2)
 #define MAX_SIDE 4
@@ -103,15 +97,37 @@ INLINE void NAME(blend)(const int R, const int N, const int64_t stride, const RE
         UNROLL for (int n = 0; n < N; n++) NAME(store)(out + r * padded + n * WIDTH, sum[r][n]);
 }
 
-INLINE void NAME(blend_all)(const int R, const int64_t stride, const REAL *weights, const REAL *values,
-                            const int32_t *blocks, int64_t block_size, int64_t padded, int64_t start, int64_t stop,
-                            REAL *out) {
-    int64_t d = 0;
-    for (; d + SIDE(R) * WIDTH <= padded; d += SIDE(R) * WIDTH)
-        NAME(blend)(R, SIDE(R), stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
-    for (; d < padded; d += WIDTH)
-        NAME(blend)(R, 1, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);
+#define KERNELS(NONE, R)                                                                                              \
+    static void NAME(score_##R)(const REAL *q, int64_t dims, REAL scale, const REAL *keys, const int32_t *blocks,     \
+                                int64_t block_size, int64_t count, REAL *scores) {                                    \
+        NAME(score)(R, q, dims, scale, keys, blocks, block_size, count, scores);                                      \
+    }                                                                                                                 \
+    static void NAME(blend_##R)(int64_t stride, const REAL *weights, const REAL *values, const int32_t *blocks,       \
+                                int64_t block_size, int64_t padded, int64_t start, int64_t stop, REAL *out) {         \
+        int64_t d = 0;                                                                                                \
+        for (; d + SIDE(R) * WIDTH <= padded; d += SIDE(R) * WIDTH)                                                   \
+            NAME(blend)(R, SIDE(R), stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);   \
+        for (; d < padded; d += WIDTH)                                                                                \
+            NAME(blend)(R, 1, stride, weights, values + d, blocks, block_size, padded, start, stop, out + d);         \
+    }
+FOR_ROWS(KERNELS, )
+#define CASE(NONE, R)                                                                \
+    case R:                                                                          \
+        return (struct NAME(kernels)){NAME(score_##R), NAME(blend_##R)};
+
+struct NAME(kernels) {
+    void (*score)(const REAL *, int64_t, REAL, const REAL *, const int32_t *, int64_t, int64_t, REAL *);
+    void (*blend)(int64_t, const REAL *, const REAL *, const int32_t *, int64_t, int64_t, int64_t, int64_t, REAL *);
+};
+
+static struct NAME(kernels) NAME(kernels_for)(int R) {
+    switch (R) { FOR_ROWS(CASE, ) }
+    abort();
 }
+#undef KERNELS
+#undef CASE
+#undef SIDE
+#undef MAX_SIDE
 
 /* Turns the scores of one query ([block][R][16]) into e^(score - maximum) in place; returns their sum. */
 static REAL NAME(exponentials)(int R, REAL *scores, int64_t keys) {
@@ -143,57 +159,35 @@ static REAL NAME(exponentials)(int R, REAL *scores, int64_t keys) {
 }
 
 /* One task; scratch holds packed queries [dims][R], outputs [R][padded] and scores [blocks + 4][R][16]. */
-INLINE void NAME(run)(const int R, const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
+static void NAME(run)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
+    const int R = rows_taken(task->count);
+    const struct NAME(kernels) kernels = NAME(kernels_for)(R);
     const int64_t dims = call->dims, padded = call->padded, head = task->key_head;
-    const int64_t group = call->groups[head + 1] - call->groups[head], key_block = call->key_heads * dims * TOKENS;
-    const int64_t value_block = call->key_heads * padded * TOKENS;
+    const int64_t group = call->groups[head + 1] - call->groups[head];
+    const int64_t key_block = call->key_heads * dims * TOKENS, value_block = call->key_heads * padded * TOKENS;
     const REAL *keys = call->keys + head * dims * TOKENS, *values = call->values + head * padded * TOKENS;
     REAL *packed = scratch, *out = packed + dims * R, *scores = out + padded * R;
-    struct NAME(query) query[R];
-    int64_t most = 0, least = INT64_MAX;
+    int64_t places[MAX_ROWS], seen[MAX_ROWS], most = 0, least = INT64_MAX;
     for (int r = 0; r < R; r++) { /* surplus queries repeat the last one */
         int64_t i = task->first + (r < task->count ? r : task->count - 1), row = task->row + i / group;
-        int64_t at = (row * call->heads + call->groups[head] + i % group) * dims;
-        query[r] = (struct NAME(query)){call->q + at, call->out + at, call->positions[row] + 1};
-        most = query[r].keys > most ? query[r].keys : most;
-        least = query[r].keys < least ? query[r].keys : least;
+        places[r] = (row * call->heads + call->groups[head] + i % group) * dims;
+        seen[r] = (int64_t)call->positions[row] + 1;
+        most = seen[r] > most ? seen[r] : most;
+        least = seen[r] < least ? seen[r] : least;
+        for (int64_t d = 0; d < dims; d++) packed[d * R + r] = call->q[places[r] + d];
     }
-    for (int64_t d = 0; d < dims; d++)
-        for (int r = 0; r < R; r++) packed[d * R + r] = query[r].q[d];
-    NAME(score)(R, packed, dims, call->scale, keys, task->blocks, key_block, most, scores);
-    REAL sums[R];
-    for (int r = 0; r < R; r++) sums[r] = NAME(exponentials)(R, scores + r * TOKENS, query[r].keys);
+    kernels.score(packed, dims, call->scale, keys, task->blocks, key_block, most, scores);
+    REAL sums[MAX_ROWS];
+    for (int r = 0; r < R; r++) sums[r] = NAME(exponentials)(R, scores + r * TOKENS, seen[r]);
     memset(out, 0, sizeof(REAL) * padded * R);
-    NAME(blend_all)(R, R, scores, values, task->blocks, value_block, padded, 0, least, out);
+    kernels.blend(R, scores, values, task->blocks, value_block, padded, 0, least, out);
     for (int r = 0; r < task->count; r++) {
         REAL *sum = out + r * padded;
-        if (least < query[r].keys)
-            NAME(blend_all)(1, R, scores + r * TOKENS, values, task->blocks, value_block, padded, least, query[r].keys, sum);
-        for (int64_t d = 0; d < dims; d++) query[r].out[d] = sum[d] / sums[r];
+        if (least < seen[r])
+            NAME(blend_1)(R, scores + r * TOKENS, values, task->blocks, value_block, padded, least, seen[r], sum);
+        for (int64_t d = 0; d < dims; d++) call->out[places[r] + d] = sum[d] / sums[r];
     }
 }
-
-#define RUN(R)                                                                                             \
-    static void NAME(run_##R)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) { \
-        NAME(run)(R, call, task, scratch);                                                                 \
-    }
-#define RUN_CASE(R)                         \
-    case R:                                 \
-        NAME(run_##R)(call, task, scratch); \
-        break;
-#define IGNORING_RUN(NONE, R) RUN(R)
-#define IGNORING_RUN_CASE(NONE, R) RUN_CASE(R)
-FOR_ROWS(IGNORING_RUN, )
-
-static void NAME(dispatch)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
-    switch (rows_taken(task->count)) { FOR_ROWS(IGNORING_RUN_CASE, ) }
-}
-#undef SIDE
-#undef MAX_SIDE
-#undef RUN
-#undef RUN_CASE
-#undef IGNORING_RUN
-#undef IGNORING_RUN_CASE
 
 /* q and out [M, heads, dims]; starts [sequences + 1]; table [sequences, width]; groups [key_heads + 1]. 0; -1: no memory. */
 int NAME(sw_attend)(const REAL *q, const REAL *keys, const REAL *values, const int32_t *starts, int64_t sequences,
@@ -225,7 +219,7 @@ int NAME(sw_attend)(const REAL *q, const REAL *keys, const REAL *values, const i
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = count - 1; i >= 0; i--) /* backwards: the last queries of a chunk see the most keys */
-            if (scratch) NAME(dispatch)(&call, &tasks[i], scratch);
+            if (scratch) NAME(run)(&call, &tasks[i], scratch);
         free(scratch);
     }
     free(tasks);

@@ -15,6 +15,7 @@
 
 enum { F32, BF16, F16, F64 };
 #define FORMAT_BYTES(format) ((format) == F32 ? 4 : (format) == F64 ? 8 : 2)
+#define STRIP_BYTES(format) (WIDTH * FORMAT_BYTES(format) * ((format) == BF16 ? 2 : 1))
 
 struct program { /* as in native.py */
     int64_t chunks, nodes, depth;
@@ -118,26 +119,42 @@ INLINE void NAME(weights)(int format, const void *weight, NAME(vec) *low, NAME(v
     *high = NAME(load)((const REAL *)weight + 16);
 }
 
-/* One chunk: R rows of x [count][R] times a strip, whose rows are PANEL apart; sum [R][2]. */
+#define AHEAD 32 /* columns */
+
+/* Strips that a pass over R rows takes side by side: as many as there are registers for, so that few rows read memory in
+ * whole lines. */
+#define STRIPS (16 / WIDTH)
+#define SIDE(R) (STRIPS >= 4 && 4 * (R) <= MAX_ROWS ? 4 : STRIPS >= 2 && 2 * (R) <= MAX_ROWS ? 2 : 1)
+
+/* One chunk: R rows of x [count][R] times SIDE(R) strips, whose rows are PANEL apart; sum [SIDE][R][2]. */
 INLINE void NAME(chunk)(const int R, const int format, const REAL *x, const char *weight, int64_t count,
                         NAME(vec) *sum) {
-    NAME(vec) total[MAX_ROWS][2];
-    UNROLL for (int r = 0; r < R; r++) total[r][0] = total[r][1] = NAME(fill)(0);
+    const int G = SIDE(R);
+    NAME(vec) total[4][MAX_ROWS][2];
+    UNROLL for (int g = 0; g < G; g++)
+        UNROLL for (int r = 0; r < R; r++) total[g][r][0] = total[g][r][1] = NAME(fill)(0);
     for (int64_t k = 0; k < count; k++, x += R, weight += PANEL * FORMAT_BYTES(format)) {
-        NAME(vec) low, high;
-        NAME(weights)(format, weight, &low, &high);
-        low = NAME(keep)(low);
-        high = NAME(keep)(high);
-        UNROLL for (int r = 0; r < R; r++) {
-            NAME(vec) value = NAME(fill)(x[r]);
-            total[r][0] = NAME(fma)(value, low, total[r][0]);
-            total[r][1] = NAME(fma)(value, high, total[r][1]);
+        UNROLL for (int g = 0; g < G; g++) {
+            NAME(vec) low, high;
+            NAME(weights)(format, weight + g * STRIP_BYTES(format), &low, &high);
+            if (VECTOR_BYTES == 64 && R >= 4) { /* measured: up to 15 % there, nothing with shorter vectors or fewer rows */
+                __builtin_prefetch(weight + AHEAD * PANEL * FORMAT_BYTES(format));
+                if (format == F32) __builtin_prefetch(weight + AHEAD * PANEL * FORMAT_BYTES(format) + 64);
+            }
+            low = NAME(keep)(low);
+            high = NAME(keep)(high);
+            UNROLL for (int r = 0; r < R; r++) {
+                NAME(vec) value = NAME(fill)(x[r]);
+                total[g][r][0] = NAME(fma)(value, low, total[g][r][0]);
+                total[g][r][1] = NAME(fma)(value, high, total[g][r][1]);
+            }
         }
     }
-    UNROLL for (int r = 0; r < R; r++) {
-        sum[2 * r] = total[r][0];
-        sum[2 * r + 1] = total[r][1];
-    }
+    UNROLL for (int g = 0; g < G; g++)
+        UNROLL for (int r = 0; r < R; r++) {
+            sum[2 * (g * R + r)] = total[g][r][0];
+            sum[2 * (g * R + r) + 1] = total[g][r][1];
+        }
 }
 
 typedef void (*NAME(chunk_kernel))(const REAL *x, const char *weight, int64_t count, NAME(vec) *sum);
@@ -167,12 +184,12 @@ static NAME(chunk_kernel) NAME(kernel_for)(int format, int R) {
 /* The first live of R rows, from row on, times one panel. */
 static void NAME(panel)(const struct NAME(job) *job, int R, const REAL *x, int64_t row, int64_t live, int64_t panel) {
     const struct program *program = job->program;
-    NAME(chunk_kernel) kernel = NAME(kernel_for)(job->format, R);
-    int64_t bytes = FORMAT_BYTES(job->format), step = 2 * R;
+    const NAME(chunk_kernel) kernel = NAME(kernel_for)(job->format, R);
+    const int64_t bytes = FORMAT_BYTES(job->format), side = SIDE(R), step = 2 * R * side;
     NAME(vec) stack[program->depth * step];
-    for (int s = 0; s < 16 / WIDTH; s++) {
+    for (int64_t strip = 0; strip < STRIPS; strip += side) {
         const char *weight = (const char *)job->weight + panel * PANEL * job->cols * bytes;
-        weight += s * WIDTH * bytes * (job->format == BF16 ? 2 : 1);
+        weight += strip * STRIP_BYTES(job->format);
         NAME(vec) *top = stack;
         for (int64_t c = 0; c < program->chunks; c++, top += step) {
             int64_t start = program->bounds[c];
@@ -181,10 +198,15 @@ static void NAME(panel)(const struct NAME(job) *job, int R, const REAL *x, int64
                 for (int64_t i = 0; i < step; i++) top[i - step] = top[i - step] + top[i];
         }
         for (int64_t node = 0; node < program->nodes; node++)
-            for (int64_t i = 0; i < 2 * live; i++)
-                NAME(write)(job, node, row + i / 2, panel * PANEL + i % 2 * 16 + s * WIDTH, stack[node * step + i]);
+            for (int64_t i = 0; i < side; i++)
+                for (int64_t r = 0; r < 2 * live; r++)
+                    NAME(write)(job, node, row + r / 2, panel * PANEL + r % 2 * 16 + (strip + i) * WIDTH,
+                                stack[node * step + i * 2 * R + r]);
     }
 }
+#undef AHEAD
+#undef STRIPS
+#undef SIDE
 
 /* Columns start to stop of x, in blocks of MAX_ROWS rows, each block as [cols][R]; surplus rows are zero. */
 static void NAME(pack_rows)(REAL *to, const REAL *x, int64_t rows, int64_t cols, int64_t start, int64_t stop) {

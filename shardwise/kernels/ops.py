@@ -158,13 +158,13 @@ class Ops:
         """
         num_kv_heads, head_dim = keys.shape[1:3]
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        turned, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        turned, v = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
         if cos is not None and sin is not None:
             half = cos.shape[1]
-            left, right, rest = turned.split((half, half, head_dim - 2 * half), dim=2)
+            left, right, rest = torch.split(turned, [half, half, head_dim - 2 * half], dim=2)
             c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
             turned = torch.cat((left * c - right * s, right * c + left * s, rest), dim=2)
-        q, k = turned.split((num_heads, num_kv_heads), dim=1)
+        q, k = torch.split(turned, [num_heads, num_kv_heads], dim=1)
         block, offset = slots // BLOCK, slots % BLOCK
         keys[block, :, :, offset] = k
         values[block, :, offset, :head_dim] = v
@@ -258,7 +258,7 @@ def _signed(value: int) -> int:
 
 def _shift(bits: Tensor, count: int) -> Tensor:
     """Shift right without the sign."""
-    return (bits >> count) & (2 ** (64 - count) - 1)
+    return torch.bitwise_and(bits >> count, 2 ** (64 - count) - 1)
 
 
 def _mix(bits: Tensor) -> Tensor:

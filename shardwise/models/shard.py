@@ -37,6 +37,11 @@ class Shard:
     mlp_chunks: Chunks
 
     @property
+    def sums(self) -> tuple[Chunks, Chunks]:
+        """Its two kinds of row-parallel sum."""
+        return self.head_chunks, self.mlp_chunks
+
+    @property
     def vocab(self) -> Run:
         """This rank's vocabulary rows."""
         return self.vocabs[self.tp]

@@ -1,4 +1,4 @@
-"""What the front process and a rank say to each other, and how it is cut into frames. Plain data: no torch, no pickle."""
+"""What the front process and a rank say to each other, cut into frames. Plain data: no torch, no pickle."""
 
 from __future__ import annotations
 

@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
+
+import msgspec
 
 from shardwise.config import BLOCK, EngineConfig
+from shardwise.kernels.build import BuildError, library
 from shardwise.models.config import ModelConfig
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import Shard, make_shard
 from shardwise.runtime.executor import Executor
+from shardwise.runtime.frames import WorkerSpec
+from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.source import Source
 from shardwise.runtime.spec import RunnerSpec
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_KV_TOKENS = 32768
 """Tokens of KV cache per replica unless the model's context is longer or memory is short."""
+MAX_SLOT_BYTES = 64 * 2**20
+"""Largest shared-memory slot of a rank; what is longer travels in pieces."""
 MEMORY_SHARE = 0.5
 """Share of the host's available memory that the default KV caches of all ranks may take."""
 
@@ -54,8 +61,64 @@ class RunPlan:
 
 
 def launch(plan: RunPlan, on_progress: Callable[[str], None] | None = None) -> list[Executor]:
-    """Start the ranks of every replica, replicas side by side; raises RankFailure, and then none is left running."""
-    raise NotImplementedError
+    """Start the ranks of every replica, replicas side by side; raises RankFailure, and then none is left running.
+
+    A single rank on the CPU runs within this process.
+    """
+    layout = plan.engine.layout
+    if layout.world_size == 1:
+        return [_in_process(plan)]
+    executors: list[ProcessExecutor] = []
+    try:
+        for replica in range(layout.dp):
+            executors.append(ProcessExecutor(worker_specs(plan, replica), step_timeout=plan.engine.step_timeout))
+        deadline = monotonic() + plan.engine.start_timeout
+        for replica, executor in enumerate(executors):
+            executor.wait_ready(deadline - monotonic(), _teller(on_progress, replica, layout.dp))
+    except BaseException:
+        for executor in executors:
+            executor.kill()
+        raise
+    return list(executors)
+
+
+def _teller(on_progress: Callable[[str], None] | None, replica: int, replicas: int) -> Callable[[int, int], None]:
+    of = f" of replica {replica + 1} of {replicas}" if replicas > 1 else ""
+    return lambda ready, size: on_progress(f"{ready} of {size} ranks{of} are ready") if on_progress else None
+
+
+def _in_process(plan: RunPlan) -> Executor:
+    import torch
+
+    from shardwise.runtime.local import InProcessExecutor
+    from shardwise.runtime.runner import Runner
+
+    torch.set_num_threads(plan.threads)
+    return InProcessExecutor(lambda place, axes: Runner(runner_spec(plan), place, *axes))
+
+
+def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
+    """What each rank of a replica is told."""
+    engine, layout = plan.engine, plan.engine.layout
+    transport = engine.transport if engine.transport != "auto" else _transport(plan.device)
+    runner = msgspec.Raw(msgspec.msgpack.encode(runner_spec(plan)))
+    nodes = max(len(chunks.tree.nodes(rank.tp)) for rank in plan.ranks for chunks in rank.shard.sums)
+    row = plan.source.config.hidden_size * max(BYTES[plan.dtype], 4)
+    slot = min(engine.max_batch_tokens * row * nodes, MAX_SLOT_BYTES)
+    return [
+        WorkerSpec(
+            rank=rank,
+            tp=layout.tp,
+            pp=layout.pp,
+            runner=runner,
+            transport=transport,
+            device=replica * layout.replica_size + rank if plan.device == "cuda" else None,
+            threads=plan.threads,
+            slot_bytes=-(-slot // 64) * 64,
+            timeout=engine.step_timeout,
+        )
+        for rank in range(layout.replica_size)
+    ]
 
 
 def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
@@ -125,6 +188,17 @@ def available_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
+
+
+def _transport(device: str) -> str:
+    """The fastest way between ranks of one host: shared memory needs the compiled waits, gloo works everywhere."""
+    if device == "cuda":
+        return "nccl"
+    try:
+        library()
+    except BuildError:
+        return "gloo"
+    return "shm"
 
 
 def runner_spec(plan: RunPlan) -> RunnerSpec:

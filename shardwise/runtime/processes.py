@@ -1,174 +1,88 @@
-"""One replica's ranks as processes: starts, feeds, watches and buries them. No torch, and no idea of models.
+"""One replica's ranks as processes, fed with steps and watched. No torch, and no idea of models.
 
-All the ranks of a replica live and die together. Nothing of them can outlast the front process: the kernel kills a rank
-with its parent, the control socket is a pair without a name, and the memory that ranks share is a file without one.
+All the ranks of a replica live and die together.
 """
 
 from __future__ import annotations
 
-import os
 import selectors
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic, sleep
+from typing import NoReturn
 
 import msgspec
 
 from shardwise.runtime.executor import Figures, RankFailure, Signal
-from shardwise.runtime.frames import Failed, Frames, Kind, WorkerSpec, pack
+from shardwise.runtime.frames import Failed, Kind, WorkerSpec, pack
+from shardwise.runtime.spawn import Keeper, end
 from shardwise.schedule.step import Step, StepResult
 
 COMMAND = (sys.executable, "-m", "shardwise.runtime.worker")
-DEBUG = "SHARDWISE_DEBUG"
-"""Environment variable: when set, what ranks write to stderr is passed on."""
+COMPLAINTS = ("ConnectionError", "TimeoutError")
+"""What a rank raises when the fault is likely a peer's."""
 GRACE = 0.05
 """Seconds in which a death may still turn up as the cause of another rank's complaint."""
 POLITE = 1.0
 """Seconds that ranks get to end by themselves."""
 STOPPED = 5.0
 """Seconds that a rank may stay stopped while idle."""
-TAIL = 4096
-"""Bytes kept of a rank's stderr."""
-
-
-@dataclass
-class _Process:
-    """A rank as the front sees it."""
-
-    popen: subprocess.Popen[bytes]
-    frames: Frames
-    stderr: int
-    pidfd: int
-    tail: bytes = b""
-    silent: threading.Event = field(default_factory=threading.Event)
-    ready: bool = False
-    stopped_since: float | None = None
-
-    def bury(self) -> None:
-        """Kill, reap and let go; harmless when repeated."""
-        self.popen.kill()
-        self.popen.wait()
-        self.frames.connection.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
-    def stopped(self) -> bool:
-        """Whether the kernel says, where it can be asked, that the process is stopped."""
-        try:
-            return Path(f"/proc/{self.popen.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"Tt"
-        except OSError:
-            return False
-
-    def epitaph(self) -> tuple[str, str]:
-        """How the process ended, in words, and its last lines."""
-        code = self.popen.poll()
-        if code is None:
-            cause = "closed its connection"
-        elif code >= 0:
-            cause = f"exited with code {code}"
-        else:
-            cause = f"was killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
-                cause += ", probably because memory ran out (the kernel's log, dmesg, tells)"
-        self.silent.wait(GRACE)
-        lines = self.tail.decode(errors="replace").strip().splitlines()[-12:]
-        return cause, "\n".join(lines)
-
-
-class _Keeper(threading.Thread):
-    """Forks the ranks, then reads their stderr to its end.
-
-    The kernel's parent-death signal follows the thread that forked, not the process: were a rank forked by a thread of
-    some pool, it would be killed when the pool lets go of the thread. This one ends after its ranks.
-    """
-
-    def __init__(self, command: Sequence[str], specs: Sequence[WorkerSpec]) -> None:
-        super().__init__(name="keeper of ranks", daemon=True)
-        self.processes: list[_Process] = []
-        self.begun = threading.Event()
-        self.cancelled = False
-        self.error: Exception | None = None
-        self._command, self._specs = command, specs
-
-    def run(self) -> None:
-        """Fork, then listen."""
-        try:
-            self._fork()
-        except Exception as error:
-            self.error = error
-        self.begun.set()
-        with selectors.DefaultSelector() as selector:
-            for process in self.processes:
-                selector.register(process.stderr, selectors.EVENT_READ, process)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    self._hear(key.data, selector)
-
-    def _fork(self) -> None:
-        shared = _anonymous_file()
-        try:
-            for spec in self._specs:
-                if self.cancelled:
-                    return
-                self.processes.append(_spawn(self._command, spec.threads, shared))
-                start = msgspec.structs.replace(spec, shared=shared)
-                self.processes[-1].frames.send(pack(Kind.START, start))
-        finally:
-            os.close(shared)
-
-    def _hear(self, process: _Process, selector: selectors.BaseSelector) -> None:
-        data = os.read(process.stderr, 1 << 16)
-        process.tail = (process.tail + data)[-TAIL:]
-        if not data:
-            selector.unregister(process.stderr)
-            os.close(process.stderr)
-            process.silent.set()
-        elif os.environ.get(DEBUG):
-            os.write(2, data)
 
 
 class ProcessExecutor:
-    """The ranks of one replica as processes; see `Executor`.
+    """The ranks of one replica as processes; see `Executor`. Started when built; usable after `wait_ready`.
 
-    ``specs`` are in rank order. Times are in seconds. ``on_progress`` hears how many ranks are ready, and of how many.
-    Raises RankFailure when a rank can't be started within ``start_timeout``; then none is left running.
+    ``specs`` are in rank order. ``step_timeout`` is in seconds.
     """
 
     def __init__(
-        self,
-        specs: Sequence[WorkerSpec],
-        start_timeout: float = 300.0,
-        step_timeout: float = 300.0,
-        on_progress: Callable[[int, int], None] | None = None,
-        command: Sequence[str] = COMMAND,
+        self, specs: Sequence[WorkerSpec], step_timeout: float = 300.0, command: Sequence[str] = COMMAND
     ) -> None:
         self.figures: list[Figures] = [{} for _ in specs]
+        self._sampler = len(specs) - specs[0].tp
         self._step_timeout = step_timeout
-        self._on_progress = on_progress
         self._failure: RankFailure | None = None
         self._expected: deque[tuple[int, int]] = deque()
         self._results: deque[StepResult] = deque()
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._signal = Signal()
         self._selector = selectors.DefaultSelector()
-        self._keeper = _Keeper(command, specs)
+        self._keeper = Keeper(command, specs)
         self._processes = self._keeper.processes
-        self._finalizer = weakref.finalize(self, _end, self._keeper, self._selector, self._signal, 0.0)
+        self._finalizer = weakref.finalize(self, end, self._keeper, 0.0)
         try:
-            self._start(specs, start_timeout)
+            self._keeper.fork()
+            for rank, process in enumerate(self._processes):
+                for fd in (process.frames.connection.fileno(), process.pidfd):
+                    if fd >= 0:
+                        self._selector.register(fd, selectors.EVENT_READ, rank)
         except BaseException:
-            self._end(0.0)
+            self.kill()
+            raise
+
+    def wait_ready(self, timeout: float, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Wait until every rank has loaded. ``on_progress`` hears how many are ready, and of how many.
+
+        Raises RankFailure when one fails or takes longer than ``timeout`` seconds; then none is left running.
+        """
+        deadline = monotonic() + timeout
+        ready, size = 0, len(self._processes)
+        try:
+            while waiting := [rank for rank, process in enumerate(self._processes) if not process.ready]:
+                if size - len(waiting) > ready and on_progress is not None:
+                    on_progress(size - len(waiting), size)
+                ready = size - len(waiting)
+                left = deadline - monotonic()
+                if left <= 0:
+                    peers = f" (nor were {', '.join(map(str, waiting[1:]))})" if waiting[1:] else ""
+                    self._late(waiting[0], f"was not ready within {timeout:g} s{peers}")
+                self._turn(left)
+            if on_progress is not None:
+                on_progress(size, size)
+        except BaseException:
+            self.kill()
             raise
 
     def submit(self, step: Step) -> None:
@@ -190,14 +104,13 @@ class ProcessExecutor:
             self._turn(0.0)
         assert self._results or self._expected, "no step is in flight"
         if not self._pump(lambda: bool(self._results), self._step_timeout):
-            sampler = len(self._processes) - self._specs[0].tp
-            self._late(sampler, f"gave no result within {self._step_timeout:g} s")
+            self._late(self._sampler, f"gave no result within {self._step_timeout:g} s")
         self._signal.lower_one()
         return self._results.popleft()
 
     def waitables(self) -> list[int]:
         """See `Executor`."""
-        return [self._signal.fileno(), *(int(key.fd) for key in self._selector.get_map().values())]
+        return [self._signal.fileno(), *(key.fd for key in self._selector.get_map().values())]
 
     def check(self) -> None:
         """See `Executor`."""
@@ -213,24 +126,11 @@ class ProcessExecutor:
 
     def close(self) -> None:
         """See `Executor`. Ranks that don't end by themselves within a second are killed."""
-        self._failure = self._failure or RankFailure(0, "the executor is closed")
         self._end(POLITE)
 
-    def _start(self, specs: Sequence[WorkerSpec], timeout: float) -> None:
-        deadline = monotonic() + timeout
-        self._specs = specs
-        self._keeper.start()
-        self._keeper.begun.wait(timeout)
-        if self._keeper.error is not None:
-            raise self._keeper.error
-        for rank, process in enumerate(self._processes):
-            self._selector.register(process.frames.connection, selectors.EVENT_READ, rank)
-            if process.pidfd >= 0:
-                self._selector.register(process.pidfd, selectors.EVENT_READ, rank)
-        if not self._pump(lambda: all(process.ready for process in self._processes), deadline - monotonic()):
-            waiting = [rank for rank, process in enumerate(self._processes) if not process.ready]
-            peers = f" (nor were {', '.join(map(str, waiting[1:]))})" if waiting[1:] else ""
-            self._late(waiting[0], f"was not ready within {timeout:g} s{peers}")
+    def kill(self) -> None:
+        """Close without waiting for anybody."""
+        self._end(0.0)
 
     def _pump(self, done: Callable[[], bool], timeout: float) -> bool:
         """Carry frames both ways until ``done``; False when the time is up."""
@@ -246,8 +146,9 @@ class ProcessExecutor:
         """Wait for something to happen, and deal with it."""
         for rank, process in enumerate(self._processes):
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.frames.unsent else 0)
-            if self._selector.get_key(process.frames.connection).events != wanted:
-                self._selector.modify(process.frames.connection, wanted, rank)
+            fd = process.frames.connection.fileno()
+            if self._selector.get_key(fd).events != wanted:
+                self._selector.modify(fd, wanted, rank)
         dead: set[int] = set()
         failed: dict[int, Failed] = {}
         for rank in {key.data for key, _ in self._selector.select(timeout)}:
@@ -258,8 +159,11 @@ class ProcessExecutor:
                 dead.add(rank)
                 while open_still:  # its last words
                     open_still = process.frames.receive()
-            while (frame := process.frames.take()) is not None:
-                self._accept(rank, *frame, failed)
+            try:
+                while (frame := process.frames.take()) is not None:
+                    self._accept(rank, frame[0], frame[1], failed)
+            except (ValueError, msgspec.MsgspecError) as error:
+                self._fail(RankFailure(rank, f"sent what makes no sense ({error})"))
         if dead or failed:
             self._blame(dead, failed)
 
@@ -269,8 +173,6 @@ class ProcessExecutor:
         elif kind is Kind.READY:
             self.figures[rank] = msgspec.msgpack.decode(payload, type=Figures)
             self._processes[rank].ready = True
-            if self._on_progress is not None:
-                self._on_progress(sum(process.ready for process in self._processes), len(self._processes))
         else:
             result = self._decoder.decode(payload)
             answered = (result.epoch, result.number)
@@ -282,29 +184,44 @@ class ProcessExecutor:
     def _blame(self, dead: set[int], failed: dict[int, Failed]) -> None:
         """Raise the failure that explains the others.
 
-        A rank that is killed or stopped makes its peers complain of broken connections and missed deadlines, sometimes
+        A rank that is killed or stopped makes its peers complain of lost connections and missed deadlines, sometimes
         before the kernel tells of the death: so such complaints are the last to be believed.
         """
         deadline = monotonic() + GRACE
-        while True:
-            codes = {rank: process.popen.poll() for rank, process in enumerate(self._processes)}
-            killed = [rank for rank, code in codes.items() if code is not None and code < 0]
-            if killed or all(codes[rank] is not None for rank in dead - set(failed)) and monotonic() > deadline:
-                break
-            if monotonic() > deadline + 1.0:
+        while not (killed := [rank for rank, p in enumerate(self._processes) if (p.popen.poll() or 0) < 0]):
+            if monotonic() > deadline:
                 break
             sleep(0.002)
-        stopped = [rank for rank, process in enumerate(self._processes) if process.stopped()]
-        if failed and not killed:
-            rank = min(failed, key=lambda rank: (failed[rank].kind in ("ConnectionError", "TimeoutError"), rank))
-            if stopped and failed[rank].kind in ("ConnectionError", "TimeoutError"):
-                self._fail(RankFailure(stopped[0], "is stopped"))
+        plain = [rank for rank, error in failed.items() if error.kind not in COMPLAINTS]
+        rank = [*killed, *plain, *self._stopped(), *failed, *dead][0]
+        process = self._processes[rank]
+        if rank in failed and rank not in killed:
             error = failed[rank]
             self._fail(RankFailure(rank, f"{error.kind}: {error.text}", error.kind, error.trace))
-        rank = min(killed or dead)
-        cause, lines = self._processes[rank].epitaph()
+        if process.stopped():
+            self._fail(RankFailure(rank, "is stopped"))
+        cause, lines = process.epitaph()
         self._fail(RankFailure(rank, f"{cause}; its last lines:\n{lines}" if lines else cause, detail=lines))
 
-    def _late(self, rank: int, cause: str) -> None:
-        stopped = [rank for rank, process in enumerate(self._processes) if process.stopped()]
-        self._fail(RankFailure(stopped[0], f"is stopped; {cause}" if stopped[0] == rank else f"is stopped; rank {rank} {cause}") if stopped else RankFailure(rank, cause))
+    def _late(self, rank: int, cause: str) -> NoReturn:
+        stopped = self._stopped()
+        self._fail(RankFailure(stopped[0], "is stopped") if stopped else RankFailure(rank, cause))
+
+    def _end(self, grace: float) -> None:
+        self._failure = self._failure or RankFailure(0, "the executor is closed")
+        end(self._keeper, grace)
+        self._selector.close()
+        self._signal.close()
+        self._finalizer.detach()
+
+    def _stopped(self) -> list[int]:
+        return [rank for rank, process in enumerate(self._processes) if process.stopped()]
+
+    def _alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: RankFailure) -> NoReturn:
+        self._failure = failure
+        self.kill()
+        raise failure

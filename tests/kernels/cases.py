@@ -38,7 +38,7 @@ class Context:
 def context(
     ops: Ops, groups: Sequence[int], head_dim: int, lengths: Sequence[int], rows: Sequence[int], wide: int = 0
 ) -> Context:
-    """Each of the sequences has ``lengths`` keys in blocks strewn over the cache; its last ``rows`` rows are queries."""
+    """Sequences of ``lengths`` keys, in blocks strewn over the cache, whose last ``rows`` rows are the queries."""
     generator = torch.Generator().manual_seed(7)
     heads, key_heads = groups[-1], len(groups) - 1
     num_blocks = [-(-length // BLOCK) for length in lengths]

@@ -1,0 +1,84 @@
+"""Text of a request as its tokens come, without a character that may still change or belong to a stop string.
+
+Knows a tokenizer's bytes; what happens to a request that has stopped is others' business.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from shardwise.tokenizer.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Incremental ``decode`` of one request's tokens, special ones skipped, up to the first stop string.
+
+    The pieces of ``push`` and ``finish`` in a row are ``tokenizer.decode(ids)`` cut before the stop string that is
+    complete first (the longest of several that end together), however the text falls into tokens. Each token costs time
+    in proportion to its own text alone.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self.stopped = False
+        """A stop string is complete; nothing more will come."""
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._begun = False
+        self._stops = [_Stop(text) for text in stop]
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that is now certain."""
+        if self.stopped or token in self._tokenizer.special:
+            return ""
+        return self._release(self._decoder.decode(self._tokenizer.spell(token)))
+
+    def finish(self) -> str:
+        """The rest of the text when no token will follow; an incomplete character becomes U+FFFD, as in ``decode``."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decoder.decode(b"", final=True))
+        text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if text and not self._begun:
+            self._begun = True
+            text = self._tokenizer.begin(text)
+        if not self._stops:
+            return text
+        known = len(self._held)
+        self._held += text
+        for place, char in enumerate(text, known + 1):
+            complete = [len(stop.text) for stop in self._stops if stop.push(char)]
+            if complete:
+                self.stopped = True
+                text, self._held = self._held[: place - max(complete)], ""
+                return text
+        keep = len(self._held) - max(stop.matched for stop in self._stops)
+        text, self._held = self._held[:keep], self._held[keep:]
+        return text
+
+
+class _Stop:
+    """A search for one string, letter by letter (Knuth, Morris and Pratt 1977)."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.matched = 0
+        """Letters of ``text`` with which what was pushed ends, as many as possible."""
+        self._border = [0] * len(text)
+        """For each prefix: the longest shorter prefix that it ends with."""
+        for place in range(1, len(text)):
+            self._border[place] = self._advance(self._border[place - 1], text[place])
+
+    def push(self, char: str) -> bool:
+        """Is the string complete with this letter?"""
+        self.matched = self._advance(self.matched, char)
+        return self.matched == len(self.text)
+
+    def _advance(self, matched: int, char: str) -> int:
+        while matched and self.text[matched] != char:
+            matched = self._border[matched - 1]
+        return matched + (self.text[matched] == char)
