@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 EPS = 1e-5
@@ -16,6 +17,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "even": {"heads": 4, "kv": 4, "dim": 8, "hidden": 32, "width": 48, "vocab": 96, "layers": 3},
     "groups": {"heads": 9, "kv": 3, "dim": 6, "hidden": 54, "width": 37, "vocab": 101, "layers": 3},
     "few_kv": {"heads": 8, "kv": 2, "dim": 10, "hidden": 40, "width": 71, "vocab": 67, "layers": 4, "tied": True},
+    "text": {"heads": 6, "kv": 3, "dim": 8, "hidden": 48, "width": 64, "vocab": 290, "layers": 4},
     "one_kv": {"heads": 7, "kv": 1, "dim": 16, "hidden": 35, "width": 53, "vocab": 61, "layers": 3},
 }
 """Head, kv and vocabulary counts of which most divide by nothing; hidden is not always heads x dim (C55)."""
@@ -42,6 +44,29 @@ def save_llama(path: Path, shape: str, *, seed: int = 0, dtype: torch.dtype = to
         **extra,
     )
     return _save(LlamaForCausalLM, config, path, seed, dtype)
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+"""The text model's first 256 tokens."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system role here') }}"
+    "{% endif %}<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}<s>assistant:"
+)
+
+
+def save_text_model(path: Path, **extra: Any) -> Path:
+    """A random Llama that reads and writes bytes: 256 of them, <pad> 256, <s> 257, </s> 258."""
+    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(ALPHABET)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    save_llama(path, "text", dtype=torch.float32, **extra)
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eos_token_id": 258, "bos_token_id": None}))
+    return path
 
 
 def save_gpt2(path: Path, *, heads: int = 5, hidden: int = 35, layers: int = 3, vocab: int = 83, seed: int = 0) -> Path:

@@ -47,7 +47,7 @@ def _linear(ops: Ops, dtype: torch.dtype, random: Random) -> Found:
 
     def linear(x: Tensor, rows: slice = slice(None), cols: slice = slice(None), by: Program = program) -> Tensor:
         part = full[rows, cols]
-        weight = ops.weight(*part.shape, dtype, "cpu")
+        weight = ops.weight(part.shape[0], part.shape[1], dtype, "cpu")
         ops.write(weight, 0, part)
         return ops.linear(x[:, cols].contiguous(), weight, by)
 

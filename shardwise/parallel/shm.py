@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Protocol
 
@@ -56,14 +57,14 @@ class SharedMemoryTransport:
         self._arrivals = self._memory[2 * LINE : (2 + size) * LINE].view(torch.int32)[:: LINE // 4].numpy()
         self._counters = base + (2 + size) * LINE
         self._slots = (2 + size + 2 * size) * LINE
-        self._flat: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._view = lru_cache(maxsize=256)(self._map)  # decoding asks for the same few again and again
         self._round = self._sent = self._received = 0
 
     def buffer(self, shape: Shape, dtype: torch.dtype) -> Tensor | None:
         """A view of this rank's next slot, where it is large enough."""
         if prod(shape) * dtype.itemsize > self._slot_bytes:
             return None
-        return self._view(self._slot(self._rank, self._round + 1), shape, dtype)
+        return self._view(self._slot(self._rank, self._round + 1), tuple(shape), dtype)
 
     def exchange(self, mine: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """See `Transport`."""
@@ -77,7 +78,7 @@ class SharedMemoryTransport:
             place.copy_(mine)
         self._meet()
         return [
-            place if rank == self._rank else self._view(self._slot(rank, self._round), shape, dtype)
+            place if rank == self._rank else self._view(self._slot(rank, self._round), tuple(shape), dtype)
             for rank, shape in enumerate(shapes)
         ]
 
@@ -105,7 +106,7 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """See `Transport`. The memory goes with the last tensor that looks at it."""
-        self._flat.clear()
+        self._view.cache_clear()
 
     def _exchange_pieces(self, mine: Tensor, shapes: Sequence[Shape], longest: int) -> list[Tensor]:
         results = [torch.empty(tuple(shape), dtype=mine.dtype) for shape in shapes]
@@ -144,12 +145,9 @@ class SharedMemoryTransport:
         word = self._counters + 2 * sender * LINE
         return word, word + LINE
 
-    def _view(self, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-        flat = self._flat.get((offset, dtype))
-        if flat is None:
-            flat = self._memory[offset : offset + self._slot_bytes].view(dtype)
-            self._flat[offset, dtype] = flat
-        return flat[: prod(shape)].view(tuple(shape))
+    def _map(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = prod(shape) * dtype.itemsize
+        return self._memory[offset : offset + size].view(dtype).view(shape)
 
 
 def region_bytes(size: int, slot_bytes: int) -> int:

@@ -85,3 +85,6 @@ class Signal:
             if fd >= 0:
                 os.close(fd)
         self._read = self._write = -1
+
+    def __del__(self) -> None:
+        self.close()

@@ -145,7 +145,7 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         engine=engine,
         dtype=dtype,
         device=device,
-        max_model_len=min(longest, num_blocks * BLOCK),
+        max_model_len=longest,
         num_blocks=num_blocks,
         threads=engine.threads or max(1, cores // layout.world_size),
         ranks=ranks,

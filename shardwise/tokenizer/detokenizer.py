@@ -12,11 +12,11 @@ from shardwise.tokenizer.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental ``decode`` of one request's tokens, special ones skipped, up to the first stop string.
+    """Incremental decoding of the tokens that continue a prompt, special ones skipped, up to the first stop string.
 
-    The pieces of ``push`` and ``finish`` in a row are ``tokenizer.decode(ids)`` cut before the stop string that is
-    complete first (the longest of several that end together), however the text falls into tokens. Each token costs time
-    in proportion to its own text alone.
+    The pieces of ``push`` and ``finish`` in a row are ``tokenizer.continuation(ids)`` cut before the stop string that
+    is complete first (the longest of several that end together), however the text falls into tokens. Each token costs
+    time in proportion to its own text alone.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -24,7 +24,6 @@ class Detokenizer:
         """A stop string is complete; nothing more will come."""
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._begun = False
         self._stops = [_Stop(text) for text in stop]
         self._held = ""
 
@@ -43,9 +42,6 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        if text and not self._begun:
-            self._begun = True
-            text = self._tokenizer.begin(text)
         if not self._stops:
             return text
         known = len(self._held)

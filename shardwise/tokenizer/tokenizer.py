@@ -56,7 +56,8 @@ class Tokenizer:
         """Ids that decoding skips by default."""
         ids = {name: backend.token_to_id(text) for name, text in self._named.items()}
         self.bos: int | None = ids.get("bos_token")
-        self.eos = frozenset({*eos, ids.get("eos_token")} - {None})
+        end: int | None = ids.get("eos_token")
+        self.eos = frozenset(eos if end is None else [*eos, end])
         """Ids after which the model has finished."""
 
     @classmethod
@@ -107,10 +108,17 @@ class Tokenizer:
         return [self.bos]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``. Bytes that form no character become U+FFFD; ids outside the vocabulary add nothing."""
+        """Text of ``ids`` as a whole text, without the space that a SentencePiece vocabulary sets before its first word.
+
+        Bytes that form no character become U+FFFD; ids outside the vocabulary add nothing.
+        """
+        text = self.continuation(ids, skip_special_tokens)
+        return text[1:] if self._spelling.strips and text.startswith(" ") else text
+
+    def continuation(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """What ``ids`` add to a text that they go on from; otherwise as ``decode``."""
         skip = self.special if skip_special_tokens else ()
-        text = b"".join([self.spell(number) for number in ids if number not in skip]).decode(errors="replace")
-        return self.begin(text)
+        return b"".join([self.spell(number) for number in ids if number not in skip]).decode(errors="replace")
 
     def spell(self, number: int) -> bytes:
         """What one token adds to the bytes of a text."""
@@ -119,10 +127,6 @@ class Tokenizer:
             token = self._backend.id_to_token(number)
             found = self._bytes[number] = b"" if token is None else self._spelling.bytes(token)
         return found
-
-    def begin(self, text: str) -> str:
-        """Take off the space that a SentencePiece vocabulary sets before the first word of a text."""
-        return text[1:] if self._spelling.strips and text.startswith(" ") else text
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Render messages (``role``, ``content``) with the model's own template.
