@@ -1,4 +1,4 @@
-"""Times the kernels against their ceilings: linear against reading its weights and F.linear, attention, one call's cost.
+"""Times the kernels: linear beside reading its weights and F.linear, attention, and what a call costs.
 
 Everything that is compared is timed in turns within one run, because the machine drifts; numbers are medians.
 
@@ -68,7 +68,7 @@ def linears(dtype: torch.dtype, all_rows: list[int]) -> list[dict[str, Any]]:
             y = x.to(dtype)
             turn, turn_torch, turn_read = (itertools.cycle(each) for each in (packed, plain, words))
             calls = {
-                "native": lambda x=x, turn=turn: ops.linear(x, next(turn), order),
+                "native": lambda x=x, turn=turn, order=order: ops.linear(x, next(turn), order),
                 "torch": lambda y=y, turn=turn_torch: F.linear(y, next(turn)),
             }
             if rows == 1:

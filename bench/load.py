@@ -23,7 +23,7 @@ import numpy as np
 from bench.engines import ROOT
 from bench.machine import machine
 
-LARGE = {"layers": 8, "hidden": 2048, "heads": 16, "kv_heads": 8, "width": 5632, "vocab": 32000}
+LARGE = {"layers": 10, "hidden": 2048, "heads": 16, "kv_heads": 8, "width": 5632, "vocab": 32000}
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "width": 64, "vocab": 64}
 LAYERS_PER_FILE = 2
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="1,tp2,pp2", help="the first is the one to compare with")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="stored and held")
-    parser.add_argument("--directory", type=Path, help="where to write (1.1 GB, or 2.2 as float32)")
+    parser.add_argument("--directory", type=Path, help="where to write (1.2 GB, or 2.4 as float32)")
     parser.add_argument("--limit", type=float, default=0.6, help="largest share of the single rank's figures")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "LAYOUT"), help=argparse.SUPPRESS)

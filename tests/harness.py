@@ -37,8 +37,10 @@ from shardwise.weights.load import load
 class NoText:
     """Stands in for a tokenizer where only ids matter."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""
+    special = frozenset[int]()
+
+    def spell(self, number: int) -> bytes:
+        return b""
 
 
 @dataclass

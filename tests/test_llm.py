@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -105,6 +104,12 @@ def test_chat_uses_the_template_once(llm: LLM) -> None:
         llm.chat([{"role": "system", "content": "hi"}])
     two = llm.chat([[{"role": "user", "content": text}] for text in ("a", "b")], SamplingParams(max_tokens=2))
     assert [answer.index for answer in two] == [0, 1]
+
+
+def test_end_tokens_are_a_union(llm: LLM) -> None:
+    """C58: the model's, its generation config's and the tokenizer's end tokens all end a request."""
+    assert llm.tokenizer.eos == {258}
+    assert llm.eos == {258} | llm.source.eos
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:

@@ -92,7 +92,7 @@ def _attend(ops: Ops, dtype: torch.dtype, random: Random) -> Found:
         keys.fill_(torch.nan)  # what a step must never read
         values.fill_(torch.nan)
         found = []
-        for start, stop in zip(bounds, bounds[1:]):
+        for start, stop in zip(bounds, bounds[1:], strict=False):
             rows = slice(start, stop)
             q = ops.rotate_write(
                 qkv[rows].clone(), angles.cos(), angles.sin(), every[rows], slots[rows], keys, values, heads

@@ -213,8 +213,8 @@ static void NAME(pack_rows)(REAL *to, const REAL *x, int64_t rows, int64_t cols,
     for (int64_t row = 0; row < rows; row += MAX_ROWS) {
         REAL *block = to + row * cols;
         int64_t live = rows - row < MAX_ROWS ? rows - row : MAX_ROWS, R = rows_taken(live);
-        for (int64_t r = 0; r < R; r++)
-            for (int64_t k = start; k < stop; k++) block[k * R + r] = r < live ? x[(row + r) * cols + k] : 0;
+        for (int64_t k = start; k < stop; k++)
+            for (int64_t r = 0; r < R; r++) block[k * R + r] = r < live ? x[(row + r) * cols + k] : 0;
     }
 }
 

@@ -46,14 +46,16 @@ class NativeOps(Ops):
         path, self.origin = build.library()
         library = ctypes.CDLL(str(path))
         suffix = "_f32" if compute == torch.float32 else "_f64"
-        self._call: dict[str, Any] = {
-            name: _function(library, f"sw_{name}{end}", signature)
-            for end, signatures in ((suffix, _TYPED), ("", _UNTYPED))
-            for name, signature in signatures.items()
-        }
-        self._linear, self._attend = self._call["linear"], self._call["attend"]
+        typed = {name: _function(library, f"sw_{name}{suffix}", letters) for name, letters in _TYPED.items()}
+        self._linear, self._finish, self._attend = typed["linear"], typed["finish"], typed["attend"]
+        self._rms_norm, self._layer_norm, self._activate = typed["rms_norm"], typed["layer_norm"], typed["activate"]
+        self._rotate_write = typed["rotate_write"]
+        self._pack, self._take, self._gumbel, self._exp = (
+            _function(library, f"sw_{name}", letters) for name, letters in _UNTYPED.items()
+        )
         self._programs: dict[int, tuple[Program, int, Any]] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._closings: dict[tuple[int, ...], Any] = {}
 
     def weight(self, rows: int, cols: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> Weight:
         """A zero matrix, in panels [ceil(rows / 32), cols, 32]; surplus rows stay zero."""
@@ -66,13 +68,13 @@ class NativeOps(Ops):
         assert 0 <= row <= weight.rows - part.shape[0]
         data, part = weight.data, part.to(weight.data.dtype).contiguous()
         where = (weight.cols, row, part.shape[0], part.data_ptr())
-        self._call["pack"](_FORMATS[data.dtype], data.data_ptr(), *where)
+        self._pack(_FORMATS[data.dtype], data.data_ptr(), *where)
 
     def take(self, weight: Weight, ids: Tensor) -> Tensor:  # noqa: D102
         data, ids = weight.data, ids.contiguous()
         out = torch.empty(ids.shape[0], weight.cols, dtype=data.dtype)
         where = (weight.cols, ids.data_ptr(), ids.shape[0], out.data_ptr())
-        self._call["take"](_FORMATS[data.dtype], data.data_ptr(), *where)
+        self._take(_FORMATS[data.dtype], data.data_ptr(), *where)
         return out.to(self.compute)
 
     def linear(  # noqa: D102
@@ -115,14 +117,21 @@ class NativeOps(Ops):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty_like(nodes[0])
-        count = len(nodes)
-        self._call["finish"](
-            (ctypes.c_void_p * count)(*map(_address, nodes)),
+        rows, outputs = nodes[0].shape
+        out = nodes[0].new_empty(rows, outputs)
+        prepared = self._closings.get(merges := tuple(merges))
+        if prepared is None:
+            count = len(merges)
+            prepared = (ctypes.c_void_p * count, count, (ctypes.c_int64 * count)(*merges), _depth(merges))
+            self._closings[merges] = prepared
+        addresses, count, program, depth = prepared
+        self._finish(
+            addresses(*map(_address, nodes)),
             count,
-            (ctypes.c_int64 * count)(*merges),
-            _depth(merges),
-            *out.shape,
+            program,
+            depth,
+            rows,
+            outputs,
             None if bias is None else _address(bias),
             None if residual is None else _address(residual),
             out.data_ptr(),
@@ -130,20 +139,22 @@ class NativeOps(Ops):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: D102
-        out = torch.empty_like(x)
-        self._call["rms_norm"](_address(x), _address(weight), *x.shape, eps, out.data_ptr())
+        rows, cols = x.shape
+        out = x.new_empty(rows, cols)
+        self._rms_norm(_address(x), _address(weight), rows, cols, eps, out.data_ptr())
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:  # noqa: D102
-        out = torch.empty_like(x)
-        self._call["layer_norm"](_address(x), _address(weight), _address(bias), *x.shape, eps, out.data_ptr())
+        rows, cols = x.shape
+        out = x.new_empty(rows, cols)
+        self._layer_norm(_address(x), _address(weight), _address(bias), rows, cols, eps, out.data_ptr())
         return out
 
     def activate(self, kind: str, x: Tensor) -> Tensor:  # noqa: D102
         rows, cols = x.shape
         cols = cols // 2 if kind == "silu_mul" else cols
         out = x.new_empty(rows, cols)
-        self._call["activate"](_KINDS[kind], _address(x), rows, cols, out.data_ptr())
+        self._activate(_KINDS[kind], _address(x), rows, cols, out.data_ptr())
         return out
 
     def rotate_write(  # noqa: D102
@@ -160,7 +171,7 @@ class NativeOps(Ops):
         rows = qkv.shape[0]
         _, num_kv_heads, head_dim, _ = keys.shape
         q = qkv.new_empty(rows, num_heads, head_dim)
-        self._call["rotate_write"](
+        self._rotate_write(
             _address(qkv),
             None if cos is None else _address(cos),
             None if sin is None else _address(sin),
@@ -192,8 +203,8 @@ class NativeOps(Ops):
         bounds = self._groups.get(groups := tuple(groups))
         if bounds is None:
             bounds = self._groups[groups] = (ctypes.c_int64 * len(groups))(*groups)
-        out = torch.empty_like(q)
-        _, num_heads, head_dim = q.shape
+        rows, num_heads, head_dim = q.shape
+        out = q.new_empty(rows, num_heads, head_dim)
         sequences, width = table.shape
         failed = self._attend(
             _address(q),
@@ -219,13 +230,13 @@ class NativeOps(Ops):
     def gumbel(self, seeds: Sequence[int], positions: Sequence[int], first: int, count: int) -> Tensor:  # noqa: D102
         streams = (ctypes.c_uint64 * len(seeds))(*map(stream, seeds, positions))
         out = torch.empty(len(seeds), count, dtype=torch.float64)
-        self._call["gumbel"](streams, len(seeds), first, count, out.data_ptr())
+        self._gumbel(streams, len(seeds), first, count, out.data_ptr())
         return out
 
     def exp(self, x: Tensor) -> Tensor:  # noqa: D102
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._call["exp"](x.data_ptr(), x.numel(), out.data_ptr())
+        self._exp(x.data_ptr(), x.numel(), out.data_ptr())
         return out
 
     def _prepare(self, program: Program) -> tuple[Program, int, Any]:

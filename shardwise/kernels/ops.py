@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -137,8 +138,13 @@ class Ops:
         Token ``slot % BLOCK`` of block ``slot // BLOCK`` is a column of the keys and a row of the values.
         """
         padded = -(-head_dim // LANES) * LANES
-        keys = torch.zeros(num_blocks, num_kv_heads, head_dim, BLOCK, dtype=self.compute, device=device)
-        return keys, torch.zeros(num_blocks, num_kv_heads, BLOCK, padded, dtype=self.compute, device=device)
+        shapes = (num_blocks, num_kv_heads, head_dim, BLOCK), (num_blocks, num_kv_heads, BLOCK, padded)
+        if torch.device(device).type == "cpu":  # numpy's zeros take memory only when they are written to
+            dtype = np.float32 if self.compute == torch.float32 else np.float64
+            keys, values = (torch.from_numpy(np.zeros(shape, dtype)) for shape in shapes)
+        else:
+            keys, values = (torch.zeros(shape, dtype=self.compute, device=device) for shape in shapes)
+        return keys, values
 
     def rotate_write(
         self,

@@ -49,12 +49,9 @@ INLINE int rows_taken(int64_t rows) {
 #define ROWS_TO_6(CALL, ...) \
     CALL(__VA_ARGS__, 1) CALL(__VA_ARGS__, 2) CALL(__VA_ARGS__, 3) CALL(__VA_ARGS__, 4) CALL(__VA_ARGS__, 6)
 
-/* Threads worth waking for so much work (elements, or multiply-adds / 16); 1 means: no OpenMP at all. */
-INLINE int threads_for(int64_t work) {
-    int threads = omp_get_max_threads();
-    int64_t useful = work >> 13;
-    return useful < 1 ? 1 : threads < useful ? threads : (int)useful;
-}
+/* All threads or, for little work (elements, or multiply-adds / 16), only the caller's. Never a number between: libgomp
+ * ends the threads that a smaller team leaves over and starts them anew for the next larger one. */
+INLINE int threads_for(int64_t work) { return work < 16384 ? 1 : omp_get_max_threads(); }
 #endif
 
 /* Unaligned, and may alias: memory is read and written through this type. */

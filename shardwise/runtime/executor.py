@@ -54,7 +54,7 @@ class Executor(Protocol):
         """File descriptors, fixed for life, of which one is readable when `collect` would not block, or would raise."""
 
     def check(self) -> None:
-        """For idle times, a few times a second at most: raise if a rank has died or has been stopped for too long."""
+        """Raise if a rank has died, is late or stays stopped: for whoever waits elsewhere than in `collect`."""
 
     def close(self) -> None:
         """End all ranks and free what they held; harmless when repeated."""

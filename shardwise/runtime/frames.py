@@ -79,12 +79,12 @@ class Frames:
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             pass
 
-    def receive(self) -> bool:
-        """Read what has come; False at the end of the stream."""
+    def receive(self) -> bool | None:
+        """Read what has come; None when that is nothing yet, False at the end of the stream."""
         try:
             data = self.connection.recv(PIECE)
         except BlockingIOError:
-            return True
+            return None
         except ConnectionResetError:
             return False
         self._received += data

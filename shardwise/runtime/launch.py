@@ -70,8 +70,8 @@ def launch(plan: RunPlan, on_progress: Callable[[str], None] | None = None) -> l
         return [_in_process(plan)]
     executors: list[ProcessExecutor] = []
     try:
-        for replica in range(layout.dp):
-            executors.append(ProcessExecutor(worker_specs(plan, replica), step_timeout=plan.engine.step_timeout))
+        limit = plan.engine.step_timeout
+        executors.extend(ProcessExecutor(worker_specs(plan, replica), limit) for replica in range(layout.dp))
         deadline = monotonic() + plan.engine.start_timeout
         for replica, executor in enumerate(executors):
             executor.wait_ready(deadline - monotonic(), _teller(on_progress, replica, layout.dp))
@@ -115,7 +115,7 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
             device=replica * layout.replica_size + rank if plan.device == "cuda" else None,
             threads=plan.threads,
             slot_bytes=-(-slot // 64) * 64,
-            timeout=engine.step_timeout,
+            timeout=0.9 * engine.step_timeout,  # sooner than the front's, since a peer can name who is missing
         )
         for rank in range(layout.replica_size)
     ]

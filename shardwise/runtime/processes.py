@@ -44,6 +44,8 @@ class ProcessExecutor:
         self._sampler = len(specs) - specs[0].tp
         self._step_timeout = step_timeout
         self._failure: RankFailure | None = None
+        self._since = monotonic()
+        """When the ranks began with the oldest step in flight, as far as is known here."""
         self._expected: deque[tuple[int, int]] = deque()
         self._results: deque[StepResult] = deque()
         self._decoder = msgspec.msgpack.Decoder(StepResult)
@@ -88,12 +90,14 @@ class ProcessExecutor:
     def submit(self, step: Step) -> None:
         """See `Executor`. Returns when the step has left for every rank."""
         self._alive()
+        if not self._expected:
+            self._since = monotonic()
         self._expected.append((step.epoch, step.number))
         frame = pack(Kind.STEP, step)
         for process in self._processes:
             process.frames.send(frame)
-        sent = self._pump(lambda: not any(p.frames.unsent for p in self._processes), self._step_timeout)
-        if not sent:
+        deadline = monotonic() + self._step_timeout
+        if not self._pump(lambda: not any(p.frames.unsent for p in self._processes), deadline):
             stuck = next(rank for rank, process in enumerate(self._processes) if process.frames.unsent)
             self._late(stuck, f"took no new step within {self._step_timeout:g} s")
 
@@ -103,7 +107,7 @@ class ProcessExecutor:
         if not self._results and not self._expected:
             self._turn(0.0)
         assert self._results or self._expected, "no step is in flight"
-        if not self._pump(lambda: bool(self._results), self._step_timeout):
+        if not self._pump(lambda: bool(self._results), self._since + self._step_timeout):
             self._late(self._sampler, f"gave no result within {self._step_timeout:g} s")
         self._signal.lower_one()
         return self._results.popleft()
@@ -123,6 +127,8 @@ class ProcessExecutor:
                 process.stopped_since = monotonic()
             elif monotonic() - process.stopped_since > STOPPED:
                 self._fail(RankFailure(rank, f"has been stopped for {STOPPED:g} s"))
+        if self._expected and monotonic() - self._since > self._step_timeout:
+            self._late(self._sampler, f"gave no result within {self._step_timeout:g} s")
 
     def close(self) -> None:
         """See `Executor`. Ranks that don't end by themselves within a second are killed."""
@@ -132,14 +138,13 @@ class ProcessExecutor:
         """Close without waiting for anybody."""
         self._end(0.0)
 
-    def _pump(self, done: Callable[[], bool], timeout: float) -> bool:
+    def _pump(self, done: Callable[[], bool], deadline: float) -> bool:
         """Carry frames both ways until ``done``; False when the time is up."""
-        deadline = monotonic() + timeout
         while not done():
             left = deadline - monotonic()
+            self._turn(max(left, 0.0))
             if left <= 0:
-                return False
-            self._turn(left)
+                return done()
         return True
 
     def _turn(self, timeout: float) -> None:
@@ -154,11 +159,11 @@ class ProcessExecutor:
         for rank in {key.data for key, _ in self._selector.select(timeout)}:
             process = self._processes[rank]
             process.frames.send()
-            open_still = process.frames.receive()
-            if not open_still or process.popen.poll() is not None:
+            came = process.frames.receive()
+            if came is False or process.popen.poll() is not None:
                 dead.add(rank)
-                while open_still:  # its last words
-                    open_still = process.frames.receive()
+                while came:  # its last words; a child of its own may still hold the socket open
+                    came = process.frames.receive()
             try:
                 while (frame := process.frames.take()) is not None:
                     self._accept(rank, frame[0], frame[1], failed)
@@ -178,6 +183,7 @@ class ProcessExecutor:
             answered = (result.epoch, result.number)
             if not self._expected or self._expected.popleft() != answered:
                 self._fail(RankFailure(rank, f"answered step {answered} out of turn"))
+            self._since = monotonic()
             self._results.append(result)
             self._signal.raise_one()
 

@@ -67,6 +67,7 @@ def main(builder: Callable[[WorkerSpec], Rank] = build) -> None:
         signal.signal(number, signal.SIG_IGN)  # how to end is the front's decision; it will tell, kill, or die
     _die_with(front)
     faulthandler.enable()
+    os.set_inheritable(descriptor, False)  # no compiler or other child of this rank shall hold it open
     frames = Frames(socket.socket(fileno=descriptor))
     code = 0
     try:

@@ -93,8 +93,8 @@ class Scheduler:
         """The next step, or None if nothing can run before a result comes (or nothing is left to run).
 
         Decodes go first, then chunks of prompts, then new sequences. When several steps may be in flight, a step leaves
-        to the others their share of the sequences, and takes the least recently served. A sequence whose next token must
-        be sampled first waits for that result; the chunks of a long prompt follow each other through the stages.
+        to the others their share of the sequences, and takes the least recently served. A sequence whose next token is
+        still to be sampled waits for that; the chunks of a long prompt follow each other through the stages.
         """
         if len(self._steps) >= self._num_in_flight:
             return None

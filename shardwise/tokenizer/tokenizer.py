@@ -108,7 +108,7 @@ class Tokenizer:
         return [self.bos]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids`` as a whole text, without the space that a SentencePiece vocabulary sets before its first word.
+        """``ids`` as a whole text, without the space that a SentencePiece vocabulary sets before its first word.
 
         Bytes that form no character become U+FFFD; ids outside the vocabulary add nothing.
         """

@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 
 import msgspec
 
@@ -19,7 +20,19 @@ from shardwise.runtime.worker import main
 from shardwise.schedule.step import Chunk, Step, StepResult
 
 COMMAND = [sys.executable, "-m", "tests.runtime.fake_worker"]
-DEEDS = ("answer", "hang", "raise", "exit", "abort", "segfault", "chat", "logits", "lie", "lose a peer")
+DEEDS = (
+    "answer",
+    "hang",
+    "raise",
+    "exit",
+    "abort",
+    "segfault",
+    "chat",
+    "logits",
+    "lie",
+    "lose a peer",
+    "leave a child",
+)
 
 
 class Deeds(msgspec.Struct):
@@ -72,6 +85,11 @@ class FakeRank:
             ctypes.memset(8, 0, 1)
         elif deed == "chat":
             print("chatter " * 100_000)
+        elif deed == "leave a child":
+            if os.fork():
+                os._exit(7)
+            time.sleep(0.3)
+            os._exit(0)
         elif deed == "lose a peer":
             raise ConnectionError("tp axis: rank 1 has left")
 

@@ -175,6 +175,15 @@ def test_every_end_is_told_by_its_cause(deed: str, cause: str, moment: str) -> N
     assert caught.value.detail
 
 
+def test_a_rank_that_leaves_a_child_of_its_own() -> None:
+    """Guards against a death that goes unseen because a grandchild holds the dead rank's socket open."""
+    executor = start()
+    executor.wait_ready(20.0)
+    executor.submit(step(1, {1: "leave a child"}))
+    with pytest.raises(RankFailure, match="rank 1: exited with code 7"):
+        executor.collect()
+
+
 def test_the_killed_rank_is_blamed_and_not_who_complains() -> None:
     """Guards the diagnosis: peers of a dead rank report lost connections, perhaps before its death is seen."""
     executor = start()
@@ -226,13 +235,28 @@ def test_a_rank_that_stops_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert until(fenced, 2.0)
 
 
-def test_a_hanging_rank() -> None:
-    """Guards the step deadline."""
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_hanging_rank(elsewhere: bool) -> None:
+    """Guards the step deadline, for a front that waits in collect and for one that waits in a selector."""
     executor = start(step_timeout=0.2)
     executor.wait_ready(20.0)
     executor.submit(step(1, {1: "hang"}))
+    if elsewhere:
+        executor.check()
+        assert select.select(executor.waitables(), [], [], 0.25)[0] == []
     with pytest.raises(RankFailure, match=r"rank 1: gave no result within 0\.2 s"):
-        executor.collect()
+        (executor.check if elsewhere else executor.collect)()
+
+
+def test_a_result_fetched_late_is_no_failure() -> None:
+    """Guards against a deadline that runs while the front is busy elsewhere and the result is there."""
+    executor = start(step_timeout=0.2)
+    executor.wait_ready(20.0)
+    executor.submit(step(1))
+    assert select.select(executor.waitables(), [], [], 5.0)[0]
+    time.sleep(0.25)
+    assert executor.collect().tokens == [[10]]
+    executor.close()
 
 
 def test_an_answer_out_of_turn() -> None:

@@ -1,0 +1,136 @@
+"""The operations as torch custom ops with fakes, so that torch.compile and torch.export can trace through them.
+
+Only for tracing: the eager path calls `Ops` directly, since dispatch would cost more than the small kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.ops import Ops, Program, Weight
+
+
+class CompiledOps(Ops):
+    """``ops`` behind custom ops ``torch.ops.shardwise_<name>_<compute>.*``; methods and contracts are those of `Ops`.
+
+    What happens before a model runs (weight, write, cache) and after it (gumbel, exp) is not traced: it goes straight
+    to ``ops``.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__(ops.compute)
+        self.name, self._ops, self._program = ops.name, ops, lru_cache(Program)
+        self.weight, self.write, self.cache = ops.weight, ops.write, ops.cache  # type: ignore[method-assign]
+        self.gumbel, self.exp = ops.gumbel, ops.exp  # type: ignore[method-assign]
+        weight = "Tensor data, int rows, int cols"
+        close = "Tensor? bias, Tensor? residual"
+        self._take = self._define("take", f"({weight}, Tensor ids) -> Tensor", self._take_now, _fake_take)
+        schema = f"(Tensor x, {weight}, int[] bounds, int[] merges, {close}) -> Tensor"
+        self._linear = self._define("linear", schema, self._linear_now, _fake_linear)
+        schema = f"(Tensor[] nodes, int[] merges, {close}) -> Tensor"
+        self._finish = self._define("finish", schema, ops.finish, lambda nodes, *_: torch.empty_like(nodes[0]))
+        schema = "(Tensor x, Tensor weight, float eps) -> Tensor"
+        self._rms_norm = self._define("rms_norm", schema, ops.rms_norm, _fake_same)
+        schema = "(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor"
+        self._layer_norm = self._define("layer_norm", schema, ops.layer_norm, _fake_same)
+        self._activate = self._define("activate", "(str kind, Tensor x) -> Tensor", ops.activate, _fake_activate)
+        schema = (
+            "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, Tensor(a!) keys, "
+            "Tensor(b!) values, int num_heads) -> Tensor"
+        )
+        self._rotate_write = self._define("rotate_write", schema, self._rotate_write_now, _fake_rotate_write)
+        schema = (
+            "(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor table, Tensor positions, int[] groups, "
+            "float scale) -> Tensor"
+        )
+        self._attend = self._define("attend", schema, ops.attend, _fake_same)
+
+    def _define(self, name: str, schema: str, now: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+        mutates = [part.split()[-1] for part in schema.split(",") if "!)" in part]
+        space = f"shardwise_{self.name}_{str(self.compute).removeprefix('torch.')}"
+        made = torch.library.custom_op(
+            f"{space}::{name}", lambda *args: now(*args), mutates_args=mutates, schema=schema
+        )
+        made.register_fake(fake)
+        return getattr(getattr(torch.ops, space), name)
+
+    def _take_now(self, data: Tensor, rows: int, cols: int, ids: Tensor) -> Tensor:
+        return self._ops.take(Weight(data, rows, cols), ids)
+
+    def _linear_now(
+        self, x: Tensor, data: Tensor, rows: int, cols: int, bounds: list[int], merges: list[int], *close: Tensor | None
+    ) -> Tensor:
+        program = self._program(tuple(bounds), tuple(merges))
+        return self._ops.linear(x, Weight(data, rows, cols), program, *close)
+
+    def _rotate_write_now(self, *args: Any) -> Tensor:
+        q = self._ops.rotate_write(*args)
+        # The twin returns a part of its input, which a custom op may not.
+        return q.clone(memory_format=torch.contiguous_format) if self.name == "torch" else q
+
+    def take(self, weight: Weight, ids: Tensor) -> Tensor:  # noqa: D102
+        return self._take(*weight, ids)  # type: ignore[no-any-return]
+
+    def linear(  # noqa: D102
+        self,
+        x: Tensor,
+        weight: Weight,
+        program: Program,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result: Tensor = self._linear(x, *weight, *program, bias, residual)
+        return result if out is None else out.copy_(result)
+
+    def finish(  # noqa: D102
+        self,
+        nodes: Sequence[Tensor],
+        merges: Sequence[int],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return self._finish(nodes, merges, bias, residual)  # type: ignore[no-any-return]
+
+    def rms_norm(self, *args: Any) -> Tensor:  # noqa: D102
+        return self._rms_norm(*args)  # type: ignore[no-any-return]
+
+    def layer_norm(self, *args: Any) -> Tensor:  # noqa: D102
+        return self._layer_norm(*args)  # type: ignore[no-any-return]
+
+    def activate(self, *args: Any) -> Tensor:  # noqa: D102
+        return self._activate(*args)  # type: ignore[no-any-return]
+
+    def rotate_write(self, *args: Any) -> Tensor:  # noqa: D102
+        return self._rotate_write(*args)  # type: ignore[no-any-return]
+
+    def attend(self, *args: Any) -> Tensor:  # noqa: D102
+        return self._attend(*args)  # type: ignore[no-any-return]
+
+
+def _fake_same(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_take(data: Tensor, rows: int, cols: int, ids: Tensor) -> Tensor:
+    return data.new_empty(ids.shape[0], cols, dtype=torch.float64 if data.dtype == torch.float64 else torch.float32)
+
+
+def _fake_linear(
+    x: Tensor, data: Tensor, rows: int, cols: int, bounds: list[int], merges: list[int], *_: Tensor | None
+) -> Tensor:
+    nodes = Program(tuple(bounds), tuple(merges)).num_nodes
+    return x.new_empty(*([nodes] if nodes > 1 else []), x.shape[0], rows)
+
+
+def _fake_activate(kind: str, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2 if kind == "silu_mul" else x.shape[1])
+
+
+def _fake_rotate_write(qkv: Tensor, cos: Any, sin: Any, positions: Any, slots: Any, keys: Tensor, *rest: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], rest[-1], keys.shape[2])
