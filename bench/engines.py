@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Engine:
-    """One peer process. Only the one that is asked works: the others sleep in a read, and their OpenMP threads, which
+    """One peer process, asleep in a read until it is asked.
 
-    spin for about a millisecond after a parallel region (libgomp's default), have gone to sleep as well.
+    Its OpenMP threads spin for some milliseconds after their last work, as libgomp does by default, and then sleep too.
     """
 
     def __init__(self, name: str, python: str, module: str, *args: str, env: dict[str, str] | None = None) -> None:

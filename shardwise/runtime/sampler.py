@@ -59,7 +59,7 @@ class Sampler:
             noise = self.ops.gumbel(
                 [samplings[row].seed for row in noisy], [positions[row] for row in noisy], self.first, logits.shape[1]
             )
-            scores[noisy] = scores[noisy] / heat.to(scores.device)[:, None] + noise
+            scores[noisy] = scores[noisy] / heat.to(scores.device)[:, None] + noise.to(scores.device)
         top = scores.max(dim=1)  # the first of equals
         best = torch.stack([top.values, (top.indices + self.first).double()], dim=1)  # ids are exact below 2**53
         if self.axis.size > 1:
@@ -78,7 +78,7 @@ class Sampler:
             return int(logits.argmax())
         scaled = (logits - logits.max()) / by.temperature
         kept = self._filter(scaled, by)
-        noise = self.ops.gumbel([by.seed], [position], 0, logits.shape[0])[0]
+        noise = self.ops.gumbel([by.seed], [position], 0, logits.shape[0])[0].to(logits.device)
         return int(kept[(scaled + noise)[kept].argmax()])
 
     def _filter(self, scaled: Tensor, by: Sampling) -> Tensor:
