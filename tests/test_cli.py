@@ -256,3 +256,11 @@ def test_interrupt_at_any_time(model: Path, delay: float) -> None:
     assert process.returncode in (130, 0, -signal.SIGINT)
     assert psutil.wait_procs(ranks, timeout=2)[1] == []
     assert set(os.listdir("/dev/shm")) == before
+
+
+def test_the_example_runs(model: Path) -> None:
+    """Guards the example from drifting away from the package."""
+    example = Path(__file__).parent.parent / "examples" / "any_layout.py"
+    done = subprocess.run([sys.executable, example, model], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len({line[4:] for line in done.stdout.splitlines()}) == 1
