@@ -73,6 +73,16 @@ class ModelConfig:
         """Query heads that share one kv head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of one layer's attention matrices."""
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Elements of one layer's MLP matrices."""
+        return (3 if self.activation.endswith("_mul") else 2) * self.hidden_size * self.intermediate_size
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the wire; ``from_dict`` reads it back."""
         return asdict(self)

@@ -1,14 +1,16 @@
 """One pipeline stage of a decoder-only transformer: embed, layers, head, each absent where another stage has it.
 
-Sees tensors and one mesh axis; knows nothing of requests, scheduling or processes.
+Sees tensors and one mesh axis; knows nothing of requests, scheduling or processes. Its parts are plain objects that are
+called: torch's modules cost half a millisecond a step in bookkeeping that nothing here uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.kernels.ops import Ops, Weight
 from shardwise.models.batch import KV, Batch
@@ -21,11 +23,10 @@ from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Plan
 
 
-class Attention(nn.Module):
+class Attention:
     """Grouped-query attention over the paged cache, for this rank's run of heads."""
 
     def __init__(self, config: ModelConfig, shard: Shard, qkv: Linear, out: RowLinear, rope: RopeTable | None) -> None:
-        super().__init__()
         self.ops = qkv.ops
         self.qkv = qkv
         self.out = out
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         self.groups = shard.groups
         self.scale = config.head_dim**-0.5
 
-    def forward(self, x: Tensor, residual: Tensor, kv: KV, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, kv: KV, batch: Batch) -> Tensor:
         """[M, hidden] normed, [M, hidden] → [M, hidden] with the residual added; writes the rows' keys and values."""
         q = self.ops.rotate_write(
             self.qkv(x), self.cos, self.sin, batch.positions, batch.slots, kv.keys, kv.values, self.num_heads
@@ -43,87 +44,82 @@ class Attention(nn.Module):
         mixed = self.ops.attend(
             q, kv.keys, kv.values, batch.starts, batch.table, batch.positions, self.groups, self.scale
         )
-        out: Tensor = self.out(mixed.flatten(-2), residual)
-        return out
+        return self.out(mixed.flatten(-2), residual)
 
 
-class MLP(nn.Module):
+class MLP:
     """Up, elementwise, down: gated where the activation takes two halves."""
 
     def __init__(self, up: Linear, down: RowLinear, activation: str) -> None:
-        super().__init__()
         self.ops = up.ops
         self.up = up
         self.down = down
         self.activation = activation
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[M, hidden] normed, [M, hidden] → [M, hidden] with the residual added."""
-        out: Tensor = self.down(self.ops.activate(self.activation, self.up(x)), residual)
-        return out
+        return self.down(self.ops.activate(self.activation, self.up(x)), residual)
 
 
-class Layer(nn.Module):
+class Layer:
     """Attention, then MLP, each on a normed copy and added to the residual stream."""
 
     def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP) -> None:
-        super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, x: Tensor, kv: KV, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, kv: KV, batch: Batch) -> Tensor:
         """[M, hidden] → [M, hidden]."""
         x = self.attention(self.attention_norm(x), x, kv, batch)
-        out: Tensor = self.mlp(self.mlp_norm(x), x)
-        return out
+        return self.mlp(self.mlp_norm(x), x)
 
 
-class Decoder(nn.Module):
-    """The layers of one stage, and the embedding or the head where the stage has them."""
+class Decoder:
+    """The layers of one stage by number, and the embedding or the head where the stage has them."""
 
     def __init__(
         self,
-        layers: nn.ModuleDict,
+        layers: dict[int, Layer],
         rope: RopeTable | None,
         embed: Embedding | None,
         norm: Norm | None,
         head: Linear | None,
     ) -> None:
-        super().__init__()
         self.embed = embed
         self.rope = rope
         self.layers = layers
         self.norm = norm
         self.head = head
 
-    def forward(self, x: Tensor | None, cache: Sequence[KV], batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor | None, cache: Sequence[KV], batch: Batch) -> Tensor:
         """Hidden states [M, hidden] from the stage before (None on the first) → hidden states, or logits on the last.
 
         Logits are [R, own vocabulary rows] for ``batch.sample_rows``, in the compute dtype.
         """
         if self.embed is not None:
             x = self.embed(batch.ids, batch.positions)
+        assert x is not None
         for layer, kv in zip(self.layers.values(), cache, strict=True):
             x = layer(x, kv, batch)
-        assert x is not None
         if self.head is None or self.norm is None:
             return x
-        logits: Tensor = self.head(self.norm(x[batch.sample_rows]))
-        return logits
+        return self.head(self.norm(x[batch.sample_rows]))
 
     def write(self, parameter: str, row: int, part: Tensor) -> None:
         """Fill rows ``row`` onwards of a parameter named as in the plan; ``part`` is [rows] or [rows, cols] on CPU."""
-        path, _, name = parameter.rpartition(".")
-        module = self.get_submodule(path)
-        target = getattr(module, name)
+        *path, name = parameter.split(".")
+        part_of: Any = self
+        for step in path:
+            part_of = part_of[int(step)] if step.isdigit() else getattr(part_of, step)
+        target = getattr(part_of, name)
         if isinstance(target, Weight):
-            module.ops.write(target, row, part)  # type: ignore[operator, union-attr]
+            part_of.ops.write(target, row, part)
         else:
             target[row : row + part.shape[0]] = part
-        if isinstance(module, RopeTable):
-            module.fill()
+        if isinstance(part_of, RopeTable):
+            part_of.fill()
 
 
 def build(
@@ -160,12 +156,12 @@ def build(
         return Norm(ops, config.hidden_size, config.norm_eps, path + ".bias" in plan, device)
 
     rope = RopeTable(config.rope, positions, ops.compute, device) if config.rope is not None else None
-    layers = nn.ModuleDict()
+    layers = {}
     for index in range(shard.layers.start, shard.layers.stop):
         at = f"layers.{index}."
         out = RowLinear(ops, weight(at + "attention.out.weight"), bias(at + "attention.out"), shard.head_chunks, axis)
         down = RowLinear(ops, weight(at + "mlp.down.weight"), bias(at + "mlp.down"), shard.mlp_chunks, axis)
-        layers[str(index)] = Layer(
+        layers[index] = Layer(
             norm(at + "attention_norm"),
             Attention(config, shard, linear(at + "attention.qkv"), out, rope),
             norm(at + "mlp_norm"),

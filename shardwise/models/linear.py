@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.kernels.ops import Ops, Program, Weight
 from shardwise.models.shard import Chunks, Shard
@@ -10,33 +10,34 @@ from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Run, Tree
 
 
-class Linear(nn.Module):
+class Linear:
     """This rank's run of output features (column-parallel): each is a whole sum, so nothing is exchanged."""
 
     bias: Tensor | None
 
-    def __init__(self, ops: Ops, weight: Weight, bias: Tensor | None, program: Program | None = None) -> None:
-        super().__init__()
+    def __init__(self, ops: Ops, weight: Weight, bias: Tensor | None) -> None:
         self.ops = ops
         self.weight = weight
-        self.register_buffer("bias", bias)
-        self.program = program or Program.whole(weight.cols)
+        self.bias = bias
+        self.program = Program.whole(weight.cols)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[M, K] → [M, own rows]."""
         return self.ops.linear(x, self.weight, self.program, self.bias)
 
 
-class RowLinear(Linear):
+class RowLinear:
     """This rank's run of input features (row-parallel): partial sums meet in the model's fixed tree."""
 
     def __init__(self, ops: Ops, weight: Weight, bias: Tensor | None, chunks: Chunks, axis: Axis) -> None:
-        merges = chunks.tree.merges(axis.rank)
-        super().__init__(ops, weight, bias, Program(chunks.bounds, tuple(merges)))
+        self.ops = ops
+        self.weight = weight
+        self.bias = bias
+        self.program = Program(chunks.bounds, tuple(chunks.tree.merges(axis.rank)))
         self.tree = chunks.tree
         self.axis = axis
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[M, own K], [M, N] → [M, N]: (the sum over all ranks + bias) + residual, the same on every rank."""
         if self.axis.size == 1:
             return self.ops.linear(x, self.weight, self.program, self.bias, residual)
@@ -46,11 +47,10 @@ class RowLinear(Linear):
         return self.axis.reduce(self.ops, nodes, self.tree, self.bias, residual)
 
 
-class Embedding(nn.Module):
+class Embedding:
     """Vocabulary-parallel lookup: the owner of an id contributes its row, the others zeros."""
 
     def __init__(self, ops: Ops, weight: Weight, positions: Weight | None, shard: Shard, axis: Axis) -> None:
-        super().__init__()
         self.ops = ops
         self.weight = weight
         self.positions = positions
@@ -58,7 +58,7 @@ class Embedding(nn.Module):
         self.tree = Tree(tuple(Run(rank, rank + 1) for rank in range(axis.size)))
         self.axis = axis
 
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[M] int64, [M] int32 → [M, hidden]."""
         if self.axis.size == 1:
             x = self.ops.take(self.weight, ids) + 0.0  # as the sum over ranks would: it turns -0 into 0

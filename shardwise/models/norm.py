@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.kernels.ops import Ops
 
 
-class Norm(nn.Module):
+class Norm:
     """LayerNorm with a bias, RMSNorm without. Weights are kept in the compute dtype."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, ops: Ops, size: int, eps: float, bias: bool, device: torch.device) -> None:
-        super().__init__()
         self.ops = ops
         self.eps = eps
-        self.register_buffer("weight", torch.zeros(size, dtype=ops.compute, device=device))
-        self.register_buffer("bias", torch.zeros(size, dtype=ops.compute, device=device) if bias else None)
+        self.weight = torch.zeros(size, dtype=ops.compute, device=device)
+        self.bias = torch.zeros(size, dtype=ops.compute, device=device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[M, hidden] → [M, hidden]."""
         if self.bias is None:
             return self.ops.rms_norm(x, self.weight, self.eps)

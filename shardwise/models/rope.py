@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.models.config import Rope
 
 
-class RopeTable(nn.Module):
+class RopeTable:
     """cos and sin, each [positions, dim / 2] in the compute dtype, shared by all layers of a stage."""
 
     factors: Tensor
@@ -22,12 +22,11 @@ class RopeTable(nn.Module):
     sin: Tensor
 
     def __init__(self, rope: Rope, positions: int, compute: torch.dtype, device: torch.device) -> None:
-        super().__init__()
         self.rope = rope
-        self.register_buffer("factors", torch.ones(rope.dim // 2))
+        self.factors = torch.ones(rope.dim // 2)
         empty = torch.empty(positions, rope.dim // 2, dtype=compute, device=device)
-        self.register_buffer("cos", empty)
-        self.register_buffer("sin", torch.empty_like(empty))
+        self.cos = empty
+        self.sin = torch.empty_like(empty)
         self.fill()
 
     def fill(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -78,7 +77,7 @@ class Axis:
         ``nodes`` [n, M, N] are this rank's own subtrees of ``tree``, in order; [M, N] will do for a single one.
         """
         shape = nodes.shape[-2:]
-        counts = _node_counts(tree)
+        counts = tree.counts
         shares = self._exchange(nodes.view(counts[self.rank], *shape), [(count, *shape) for count in counts])
         return ops.finish([node for share in shares for node in share.unbind()], tree.finish, bias, residual)
 
@@ -108,12 +107,6 @@ class Axis:
     def _exchange(self, mine: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         assert tuple(mine.shape) == tuple(shapes[self.rank]), "a rank's tensor must have the shape the others expect"
         return [mine] if self.transport is None else self.transport.exchange(mine, shapes)
-
-
-@cache
-def _node_counts(tree: Tree) -> tuple[int, ...]:
-    """How many nodes of ``tree`` each rank holds."""
-    return tuple(len(tree.nodes(rank)) for rank in range(len(tree.parts)))
 
 
 def missing(axis: str, ranks: Sequence[int]) -> TimeoutError:

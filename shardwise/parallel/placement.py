@@ -71,6 +71,11 @@ class Tree:
         return program
 
     @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many nodes each rank holds."""
+        return tuple(len(self.nodes(rank)) for rank in range(len(self.parts)))
+
+    @cached_property
     def finish(self) -> tuple[int, ...]:
         """The closing program over the nodes of all ranks in order; one sum remains."""
         nodes = [node for rank in range(len(self.parts)) for node in self.nodes(rank)]

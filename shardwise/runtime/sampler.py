@@ -43,7 +43,8 @@ class Sampler:
         plain = [row for row in range(len(samplings)) if row not in set(filtered)]
         tokens = [0] * len(samplings)
         if plain:
-            drawn = self._sample_plain(logits[plain], [samplings[r] for r in plain], [positions[r] for r in plain])
+            rows = logits if not filtered else logits[plain]
+            drawn = self._sample_plain(rows, [samplings[r] for r in plain], [positions[r] for r in plain])
             for row, token in zip(plain, drawn, strict=True):
                 tokens[row] = token
         if filtered:
@@ -53,15 +54,16 @@ class Sampler:
 
     def _sample_plain(self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
         noisy = [row for row, by in enumerate(samplings) if by.temperature > 0]
-        scores = logits.double()
+        scores = logits
         if noisy:
+            scores = logits.to(torch.float64, copy=True)
             heat = torch.tensor([samplings[row].temperature for row in noisy], dtype=torch.float64)
             noise = self.ops.gumbel(
                 [samplings[row].seed for row in noisy], [positions[row] for row in noisy], self.first, logits.shape[1]
             )
             scores[noisy] = scores[noisy] / heat.to(scores.device)[:, None] + noise.to(scores.device)
         top = scores.max(dim=1)  # the first of equals
-        best = torch.stack([top.values, (top.indices + self.first).double()], dim=1)  # ids are exact below 2**53
+        best = torch.stack([top.values.double(), (top.indices + self.first).double()], dim=1)  # ids fit
         if self.axis.size > 1:
             best = self.axis.all_gather(best, [2] * self.axis.size).view(len(samplings), self.axis.size, 2)
             owner = best[:, :, 0].argmax(dim=1)  # the first of equals again: ranks hold ascending ids
