@@ -72,7 +72,7 @@ def make_shard(
     cuts = [min(max(kv * size, heads.start), heads.stop) - heads.start for kv in range(kv_heads.start, kv_heads.stop)]
 
     widths = mlp_bounds(config)
-    mlp_parts = split(len(widths) - 1, layout.tp, _mlp_weights(config, layout.tp, bounds, head_parts, weights))
+    mlp_parts = split(len(widths) - 1, layout.tp, weights)
     mlp = Run(widths[mlp_parts[tp].start], widths[mlp_parts[tp].stop])
 
     counts = stages or stage_layers(config, layout.pp)
@@ -90,20 +90,6 @@ def make_shard(
         head_chunks=_chunks(bounds, head_parts, tp, config.head_dim),
         mlp_chunks=_chunks(widths, mlp_parts, tp, 1),
     )
-
-
-def _mlp_weights(
-    config: ModelConfig, tp: int, bounds: Sequence[int], head_parts: Sequence[Run], weights: Sequence[float] | None
-) -> list[float] | None:
-    """Shares of the MLP that make up for heads that don't divide: who holds more of them gets fewer features.
-
-    None where the heads are shared out as they should be.
-    """
-    wanted = [weight / sum(weights) for weight in weights] if weights else [1 / tp] * tp
-    heads = [(bounds[run.stop] - bounds[run.start]) / config.num_heads for run in head_parts]
-    ratio = config.attention_parameters / config.mlp_parameters
-    shares = [want + (want - have) * ratio for want, have in zip(wanted, heads, strict=True)]
-    return [max(share, 0.01) for share in shares] if max(shares) - min(shares) > 1e-9 else None
 
 
 def _chunks(bounds: Sequence[int], parts: list[Run], rank: int, unit: int) -> Chunks:

@@ -38,6 +38,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     device: int | None = None
     """The GPU's number, or None for the CPU."""
     threads: int = 1
+    crowded: bool = True
+    """Do the ranks of this host have more threads than it has cores?"""
     slot_bytes: int = 16 << 20
     timeout: float = 60.0
     """Seconds that a collective may take."""

@@ -114,6 +114,7 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
             transport=transport,
             device=replica * layout.replica_size + rank if plan.device == "cuda" else None,
             threads=plan.threads,
+            crowded=plan.threads * layout.world_size > num_cores(),
             slot_bytes=-(-slot // 64) * 64,
             timeout=0.9 * engine.step_timeout,  # sooner than the front's, since a peer can name who is missing
         )
@@ -139,7 +140,6 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         free = available_memory() - sum(rank.weight_bytes for rank in ranks) * layout.dp
         wanted = min(wanted, max(int(free * MEMORY_SHARE / per_token), BLOCK))
     num_blocks = -(-wanted // BLOCK)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return RunPlan(
         source=source,
         engine=engine,
@@ -147,7 +147,7 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         device=device,
         max_model_len=longest,
         num_blocks=num_blocks,
-        threads=engine.threads or max(1, cores // layout.world_size),
+        threads=engine.threads or max(1, num_cores() // layout.world_size),
         ranks=ranks,
     )
 
@@ -179,6 +179,11 @@ def _device(engine: EngineConfig) -> str:
     if engine.device != "auto":
         return engine.device
     return "cuda" if gpus >= engine.layout.world_size else "cpu"
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory() -> int:

@@ -51,10 +51,11 @@ def connect(spec: WorkerSpec) -> tuple[Axis, Axis]:
     if spec.tp * spec.pp == 1:
         return Axis(), Axis()
     if spec.transport == "shm":
-        from shardwise.kernels.sync import load_sync
+        from shardwise.kernels.sync import SPIN, SPIN_ALONE, load_sync
         from shardwise.parallel.shm import shared_axes
 
-        return shared_axes(spec.shared, spec.rank, spec.tp, spec.pp, load_sync(), spec.slot_bytes, spec.timeout)
+        sync = load_sync(SPIN if spec.crowded else SPIN_ALONE)
+        return shared_axes(spec.shared, spec.rank, spec.tp, spec.pp, sync, spec.slot_bytes, spec.timeout)
     from shardwise.parallel.distributed import distributed_axes, file_meeting
 
     return distributed_axes(file_meeting(spec.shared), spec.rank, spec.tp, spec.pp, device, spec.timeout)
