@@ -26,7 +26,7 @@ from shardwise.config import Layout
 from shardwise.kernels.ops import Program, load_ops
 from shardwise.models.decoder import build
 from shardwise.models.families.table import make_plan
-from shardwise.models.linear import Linear
+from shardwise.models.linear import Linear, RowLinear
 from shardwise.models.shard import make_shard
 from shardwise.parallel.axis import Axis
 from shardwise.runtime.source import open_source
@@ -53,7 +53,7 @@ def main() -> None:
     print(json.dumps(document)) if args.json else show(document)
 
 
-def linears(path: Path, dtype: torch.dtype) -> list[tuple[Linear, torch.Tensor]]:
+def linears(path: Path, dtype: torch.dtype) -> list[tuple[Linear | RowLinear, torch.Tensor]]:
     """Every linear of the model with its weights, and a torch matrix of the same shape, in the order of a step."""
     source = open_source(path)
     config = source.config
@@ -65,11 +65,15 @@ def linears(path: Path, dtype: torch.dtype) -> list[tuple[Linear, torch.Tensor]]
     checkpoint = Checkpoint(source.index)
     load(checkpoint, plan, decoder.write)
     checkpoint.close()
-    found = [module for module in decoder.modules() if isinstance(module, Linear)]
+    found: list[Linear | RowLinear] = []
+    for layer in decoder.layers.values():
+        found += [layer.attention.qkv, layer.attention.out, layer.mlp.up, layer.mlp.down]
+    assert decoder.head is not None
+    found.append(decoder.head)
     return [(linear, torch.randn(linear.weight.rows, linear.weight.cols).to(dtype)) for linear in found]
 
 
-def compare(layers: list[tuple[Linear, torch.Tensor]], rows: int, rounds: int) -> dict[str, Any]:
+def compare(layers: list[tuple[Linear | RowLinear, torch.Tensor]], rows: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of all linears of one step, medians; the cost and its least and most over the rounds, in percent."""
     ops, dtype = layers[0][0].ops, layers[0][1].dtype
     widths = {linear.weight.cols for linear, _ in layers}
