@@ -143,8 +143,11 @@ def generate(
             try:
                 numbers.append(submit_row(llm, row, base, index))
             except ValueError as error:
+                if input is None and not as_json:
+                    raise
                 numbers.append(str(error))
-        if stream and isinstance(numbers[0], int):
+        if stream:
+            assert isinstance(numbers[0], int)
             for piece in llm.pieces(numbers[0]):
                 print(piece.text, end="", flush=True)
             print()

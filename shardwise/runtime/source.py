@@ -6,8 +6,10 @@ Reads headers and JSON only, in the front process: no weights, no torch.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def open_source(model: str | Path) -> Source:
         metadata, stored = read_gguf(path)
         metadata["tensors"] = frozenset(stored.tensors)
         family = find(BY_ARCHITECTURE, "general.architecture", metadata)
-        config = family.from_gguf(metadata)
+        config = replace(family.from_gguf(metadata), dtype=_gguf_format(stored))
         names = {name: family.gguf_name(name) or name for name in stored.tensors}
         eos = config.eos
     else:
@@ -63,6 +65,14 @@ def open_source(model: str | Path) -> Source:
     index = Index(files=stored.files, tensors={names[name]: info for name, info in stored.tensors.items()})
     account(config, family, index, path)
     return Source(resolved, config, index, frozenset(eos), metadata)
+
+
+def _gguf_format(index: Index) -> str:
+    """The number format of most of a GGUF file's numbers, float32 where those are quantised."""
+    sizes: Counter[str] = Counter()
+    for info in index.tensors.values():
+        sizes[info.dtype] += prod(info.shape)
+    return {"F16": "float16", "BF16": "bfloat16"}.get(sizes.most_common(1)[0][0], "float32") if sizes else "float32"
 
 
 def read_json(path: Path) -> dict[str, Any]:

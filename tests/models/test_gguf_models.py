@@ -1,0 +1,159 @@
+"""The same model as a Hugging Face directory and as a GGUF file: the same bits, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from safetensors.numpy import load_file
+
+from shardwise.config import SamplingParams
+from shardwise.models.families import gpt2, llama
+from shardwise.runtime.source import open_source
+from shardwise.weights.checkpoint import LoadError
+from tests.harness import Job, plan_of, run, threads
+from tests.tiny import LLAMAS, save_gpt2, save_llama
+
+Array = np.ndarray[Any, Any]
+
+
+def paired(rows: Array, heads: int) -> Array:
+    """As llama.cpp's converter stores q and k: the halves of each head's rotation side by side."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def names_of(table: dict[str, str], ends: dict[str, str], prefix: str, layers: int) -> dict[str, str]:
+    """Hugging Face name → GGUF name, for weights and biases."""
+    found = {new: old for old, new in ends.items()}
+    for layer in range(layers):
+        for old, new in table.items():
+            for kind in ("weight", "bias"):
+                found[f"{prefix}{layer}.{new}.{kind}"] = f"blk.{layer}.{old}.{kind}"
+    return found
+
+
+def to_gguf(source: Path, target: Path, arch: str, numbers: dict[str, Any], tensors: dict[str, Array]) -> Path:
+    writer = GGUFWriter(target, arch)
+    for key, value in numbers.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{arch}.{key}", value)
+    for name, array in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(array.astype(np.float32)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def llama_gguf(path: Path, target: Path, shape: str, **extra: Array) -> Path:
+    size = LLAMAS[shape]
+    names = names_of(llama._GGUF_LAYER, llama._GGUF_ENDS, "model.layers.", size["layers"])
+    stored = {names[name]: array for name, array in load_file(path / "model.safetensors").items()}
+    for name, array in stored.items():
+        if "attn_q." in name or "attn_k." in name:
+            stored[name] = paired(array, size["heads"] if "attn_q." in name else size["kv"])
+    numbers = {
+        "block_count": size["layers"],
+        "context_length": 256,
+        "embedding_length": size["hidden"],
+        "feed_forward_length": size["width"],
+        "attention.head_count": size["heads"],
+        "attention.head_count_kv": size["kv"],
+        "attention.key_length": size["dim"],
+        "attention.value_length": size["dim"],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": size["dim"],
+        "rope.freq_base": 10000.0,
+        "vocab_size": size["vocab"],
+    }
+    return to_gguf(path, target, "llama", numbers, {**stored, **extra})
+
+
+def gpt2_gguf(path: Path, target: Path) -> Path:
+    names = names_of(gpt2._GGUF_LAYER, gpt2._GGUF_ENDS, "h.", 3)
+    stored = {
+        names[name.removeprefix("transformer.")]: array.T if array.ndim == 2 and ".h." in name else array
+        for name, array in load_file(path / "model.safetensors").items()
+    }
+    numbers = {
+        "block_count": 3,
+        "context_length": 256,
+        "embedding_length": 35,
+        "feed_forward_length": 140,
+        "attention.head_count": 5,
+        "attention.layer_norm_epsilon": 1e-5,
+        "vocab_size": 83,
+    }
+    return to_gguf(path, target, "gpt2", numbers, stored)
+
+
+JOBS = [
+    Job([5, 9, 13, 2, 40, 41, 42], SamplingParams(max_tokens=6, ignore_eos=True)),
+    Job([(7 * index) % 61 for index in range(30)], SamplingParams(6, 0.8, seed=3, ignore_eos=True)),
+]
+
+
+@pytest.mark.parametrize("name", ["groups", "few_kv", "gpt2"])
+def test_both_formats_give_the_same_bits(tmp_path: Path, name: str) -> None:
+    """Guards GGUF's own conventions: names, paired rotary rows, untransposed matrices, tied heads, numbers."""
+    if name == "gpt2":
+        path = save_gpt2(tmp_path / "hf")
+        file = gpt2_gguf(path, tmp_path / "model.gguf")
+    else:
+        path = save_llama(tmp_path / "hf", name, dtype=torch.float32)
+        file = llama_gguf(path, tmp_path / "model.gguf", name)
+    found = []
+    for model, layout in ((path, "1"), (file, "1"), (file, "tp3.pp2")):
+        plan = plan_of(model, layout, dtype="float32")
+        with threads(plan) as executors:
+            found.append(run(executors, plan, JOBS, eos=frozenset()))
+    assert found[0] == found[1] == found[2]
+
+
+def test_rope_factors_of_a_file_are_used(tmp_path: Path) -> None:
+    """Guards Llama 3's scaled rotation in GGUF files, which is a tensor of factors and not a setting."""
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    ones = llama_gguf(path, tmp_path / "ones.gguf", "groups", **{"rope_freqs.weight": np.ones(3)})
+    some = llama_gguf(path, tmp_path / "some.gguf", "groups", **{"rope_freqs.weight": np.array([1.0, 4.0, 8.0])})
+    found = []
+    for model in (path, ones, some):
+        plan = plan_of(model, "pp2", dtype="float32")
+        with threads(plan) as executors:
+            found.append(run(executors, plan, JOBS, eos=frozenset()))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_a_tensor_without_a_use_is_refused(tmp_path: Path) -> None:
+    """Guards against a file whose extra tensors would change the answer if they were understood."""
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    file = llama_gguf(path, tmp_path / "model.gguf", "groups", **{"blk.0.attn_sinks.weight": np.ones(9)})
+    with pytest.raises(LoadError, match="attn_sinks"):
+        open_source(file)
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_missing_tensor_is_named(tmp_path: Path, lost: str) -> None:
+    """C45: a checkpoint that lacks a parameter is refused by name; random weights never stand in."""
+    from safetensors.numpy import save_file
+
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    weights = load_file(path / "model.safetensors")
+    del weights[lost]
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(LoadError, match=lost.replace(".", r"\.")):
+        open_source(path)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Guards against a config.json that belongs to another checkpoint."""
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 101', '"vocab_size": 105'))
+    with pytest.raises(LoadError, match=r"shape \[101, 54\]"):
+        open_source(path)
