@@ -52,7 +52,7 @@ def to_gguf(source: Path, target: Path, arch: str, numbers: dict[str, Any], tens
 
 def llama_gguf(path: Path, target: Path, shape: str, **extra: Array) -> Path:
     size = LLAMAS[shape]
-    names = names_of(llama._GGUF_LAYER, llama._GGUF_ENDS, "model.layers.", size["layers"])
+    names = names_of(llama.GGUF_LAYER, llama.GGUF_ENDS, "model.layers.", size["layers"])
     stored = {names[name]: array for name, array in load_file(path / "model.safetensors").items()}
     for name, array in stored.items():
         if "attn_q." in name or "attn_k." in name:
@@ -75,7 +75,7 @@ def llama_gguf(path: Path, target: Path, shape: str, **extra: Array) -> Path:
 
 
 def gpt2_gguf(path: Path, target: Path) -> Path:
-    names = names_of(gpt2._GGUF_LAYER, gpt2._GGUF_ENDS, "h.", 3)
+    names = names_of(gpt2.GGUF_LAYER, gpt2.GGUF_ENDS, "h.", 3)
     stored = {
         names[name.removeprefix("transformer.")]: array.T if array.ndim == 2 and ".h." in name else array
         for name, array in load_file(path / "model.safetensors").items()

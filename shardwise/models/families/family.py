@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,3 +65,18 @@ def vector(tensor: str, size: int, rows: Run | None = None) -> Placement:
 def matrix(tensor: str, shape: tuple[int, int], rows: Run | None = None, cols: Run | None = None) -> Placement:
     """A matrix stored as [output, input]: all of it, or the given rows or columns."""
     return Placement(tensor, shape, rows or Run(0, shape[0]), cols or Run(0, shape[1]))
+
+
+def gguf_names(ends: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> Callable[[str], str | None]:
+    """A family's ``gguf_name``: ``ends`` maps whole names, ``layer`` the part between "blk.3." and ".weight".
+
+    ``prefix`` is what stands before a layer's number in the canonical name.
+    """
+
+    def canonical(name: str) -> str | None:
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        if match is None or match[2] not in layer:
+            return ends.get(name)
+        return f"{prefix}{match[1]}.{layer[match[2]]}.{match[3]}"
+
+    return canonical

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.families.family import Family, ids, matrix, number, number_format, vector
+from shardwise.models.families.family import Family, gguf_names, ids, matrix, number, number_format, vector
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
@@ -117,14 +117,14 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
     return found
 
 
-_GGUF_ENDS = {
+GGUF_ENDS = {
     "token_embd.weight": "wte.weight",
     "position_embd.weight": "wpe.weight",
     "output_norm.weight": "ln_f.weight",
     "output_norm.bias": "ln_f.bias",
     "output.weight": "lm_head.weight",
 }
-_GGUF_LAYER = {
+GGUF_LAYER = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
@@ -134,20 +134,12 @@ _GGUF_LAYER = {
 }
 
 
-def gguf_name(name: str) -> str | None:
-    """GGUF tensor name → Hugging Face name without the "transformer." prefix."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _GGUF_LAYER:
-        return _GGUF_ENDS.get(name)
-    return f"h.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
-
-
 GPT2 = Family(
     name="gpt2",
     from_hf=from_hf,
     from_gguf=from_gguf,
     plan=plan,
     hf_name=lambda name: name.removeprefix("transformer."),
-    gguf_name=gguf_name,
+    gguf_name=gguf_names(GGUF_ENDS, GGUF_LAYER, "h."),
     ignored=lambda name: re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name) is not None,
 )

@@ -5,12 +5,11 @@ Pre-norm decoder with RMSNorm, rotary positions, grouped kv heads and a gated ML
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig, Rope
-from shardwise.models.families.family import Family, ids, matrix, number, number_format, vector
+from shardwise.models.families.family import Family, gguf_names, ids, matrix, number, number_format, vector
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
@@ -171,13 +170,13 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
     return found
 
 
-_GGUF_ENDS = {
+GGUF_ENDS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
     "rope_freqs.weight": "rope_freqs.weight",
 }
-_GGUF_LAYER = {
+GGUF_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -190,20 +189,12 @@ _GGUF_LAYER = {
 }
 
 
-def gguf_name(name: str) -> str | None:
-    """GGUF tensor name → Hugging Face name."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _GGUF_LAYER:
-        return _GGUF_ENDS.get(name)
-    return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
-
-
 LLAMA = Family(
     name="llama",
     from_hf=from_hf,
     from_gguf=from_gguf,
     plan=plan,
     hf_name=lambda name: name,
-    gguf_name=gguf_name,
+    gguf_name=gguf_names(GGUF_ENDS, GGUF_LAYER, "model.layers."),
     ignored=lambda name: name.endswith("rotary_emb.inv_freq"),
 )
