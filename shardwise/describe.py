@@ -62,6 +62,10 @@ def show(document: Document) -> None:
         ranks.add_column(column, justify="right")
     for rank in document["ranks"]:
         runs = [f"{start}–{stop - 1}" for start, stop in (rank["layers"], rank["heads"], rank["kv_heads"])]
-        sizes = [f"{rank['weight_bytes'] / 2**20:,.1f} MiB", f"{rank['kv_bytes_per_token'] / 1024:,.1f} KiB"]
-        ranks.add_row(*map(str, (rank["rank"], rank["tp"], rank["pp"])), *runs, f"{rank['parameters']:,}", *sizes)
+        sizes = [
+            f"{rank['parameters'] / 1e6:,.1f} M",
+            f"{rank['weight_bytes'] / 2**20:,.1f} MiB",
+            f"{rank['kv_bytes_per_token'] / 1024:,.1f} KiB",
+        ]
+        ranks.add_row(*map(str, (rank["rank"], rank["tp"], rank["pp"])), *runs, *sizes)
     console.print(ranks)
