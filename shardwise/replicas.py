@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import select
+import selectors
 from collections.abc import Sequence
 
 from shardwise.engine import Engine, Output
@@ -62,8 +62,12 @@ class Replicas:
         busy = [engine for engine in self.engines if engine.in_flight]
         if len(busy) <= 1:
             return busy  # collect waits by itself, with its deadline
-        owners = {fd: engine for engine in busy for fd in engine.executor.waitables()}
-        while not (found := select.select(list(owners), [], [], IDLE_CHECK)[0]):
-            for engine in self.engines:
-                engine.executor.check()
-        return list({id(owners[fd]): owners[fd] for fd in found}.values())
+        with selectors.DefaultSelector() as selector:
+            for engine in busy:
+                for fd in engine.executor.waitables():
+                    selector.register(fd, selectors.EVENT_READ, engine)
+            while not (found := selector.select(IDLE_CHECK)):
+                for engine in self.engines:
+                    engine.executor.check()
+        ready = [key.data for key, _ in found]
+        return [engine for engine in busy if engine in ready]
