@@ -137,6 +137,9 @@ def generate(
 
         llm = LLM(model, layout, on_progress=say, **settings)
     with llm:
+        chosen = llm.figures[0][0]["kernels"]
+        if kernels == "auto" and str(chosen).startswith("torch"):
+            print(f"shardwise: {chosen}", file=sys.stderr)
         _say(f"{llm.source.resolved.source} · layout {llm.plan.engine.layout} · {llm.plan.dtype} · {llm.load_s:.1f} s")
         numbers: list[int | str] = []
         for index, row in enumerate(rows):

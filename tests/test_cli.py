@@ -70,6 +70,20 @@ def test_a_pipe_stays_quiet(model: Path) -> None:
     assert len(done.stdout.splitlines()) >= 1
 
 
+def test_a_missing_compiler_is_said_once(model: Path, tmp_path: Path) -> None:
+    """Guards against a silent fallback: without a compiler the answer comes over gloo and torch, and stderr says so."""
+    bare = {"PATH": str(tmp_path), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+    command = ["generate", "Hello", "--model", str(model), "--layout", "tp2", "--max-tokens", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", *command], capture_output=True, text=True, timeout=120, env=bare
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip("\n")) > 0
+    (line,) = done.stderr.splitlines()
+    assert "torch kernels" in line
+    assert "no C compiler" in line
+
+
 def test_rows_in_rows_out(model: Path, tmp_path: Path) -> None:
     """C44: bad rows get an error row of their own, the others are done, in order, and the exit code says partial."""
     rows: list[str] = [
