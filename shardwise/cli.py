@@ -115,6 +115,8 @@ def generate(
         raise ValueError("nothing to do: give a prompt or --input FILE.jsonl")
     if output is not None and (as_json or stream):
         raise ValueError("--output writes JSON lines; leave out --json and --stream")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no directory {output.parent}; make it first")
     if stream and (as_json or input is not None or len(prompts or ()) != 1):
         raise ValueError("--stream prints one prompt's text; give exactly one prompt, without --json")
     settings: dict[str, Any] = {

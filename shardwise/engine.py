@@ -39,17 +39,20 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self._texts: dict[int, Detokenizer] = {}
         self._tokens: dict[int, int] = {}
+        self.load = 0
+        """Tokens that the unfinished requests may still need, prompts included: a measure for balancing."""
 
     def add(self, request: Request) -> None:
         """Accept a request; ValueError with the remedy if it can never run."""
         self.scheduler.add(request)
         self._texts[request.id] = Detokenizer(self.tokenizer, request.params.stop)
-        self._tokens[request.id] = len(request.prompt) + request.params.max_tokens
+        self._tokens[request.id] = most = len(request.prompt) + request.params.max_tokens
+        self.load += most
 
     def abort(self, request_id: int) -> None:
         """Forget a request and free what it holds; harmless if it is already done."""
-        if self._texts.pop(request_id, None) is not None:
-            del self._tokens[request_id]
+        if request_id in self._texts:
+            self._forget(request_id)
             self.scheduler.finish(request_id, "abort")
 
     @property
@@ -61,11 +64,6 @@ class Engine:
     def in_flight(self) -> int:
         """Steps whose results are due."""
         return len(self._in_flight)
-
-    @property
-    def load(self) -> int:
-        """Tokens that the unfinished requests may still need, prompts included: a measure for balancing."""
-        return sum(self._tokens.values())
 
     def fill(self) -> None:
         """Give the ranks all steps that can run now."""
@@ -99,6 +97,10 @@ class Engine:
                 break
         if sequence.finish_reason is not None:
             piece += text.finish()
-            del self._texts[number], self._tokens[number]
+            self._forget(number)
         logits = [rows[number]] if number in rows else []
         return Output(number, piece, list(tokens), logits, sequence.finish_reason)
+
+    def _forget(self, number: int) -> None:
+        del self._texts[number]
+        self.load -= self._tokens.pop(number)

@@ -117,7 +117,7 @@ class LLM:
         """
         if messages is not None:
             text = self.tokenizer.chat(messages)
-            tokens = self.tokenizer.encode_chat(messages)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)  # a template writes its own
         elif isinstance(prompt, str):
             text, tokens = prompt, self.tokenizer.encode(prompt)
         else:

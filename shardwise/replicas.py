@@ -24,10 +24,12 @@ class Replicas:
 
         Raises ValueError with the remedy if it can never run.
         """
-        engine = min(
-            self.engines,
-            key=lambda engine: engine.load - engine.scheduler.cached_tokens(request.prompt, request.salt),
-        )
+        engine = self.engines[0]
+        if len(self.engines) > 1:  # else there is no choice that would be worth hashing the prompt for
+            engine = min(
+                self.engines,
+                key=lambda engine: engine.load - engine.scheduler.cached_tokens(request.prompt, request.salt),
+            )
         engine.add(request)
         self._home[request.id] = engine
 

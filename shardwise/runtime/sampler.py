@@ -20,6 +20,8 @@ from shardwise.schedule.step import Sampling
 CANDIDATES = 1024
 """Likeliest tokens looked at first for top_p; more only when they don't hold enough probability."""
 
+BROKEN = "logits are not numbers (NaN): the weights or the number format are broken"
+
 
 class Sampler:
     """Draws tokens from logits whose vocabulary is cut over an axis; every rank of the axis gets the same ids."""
@@ -63,19 +65,19 @@ class Sampler:
             )
             scores[noisy] = scores[noisy] / heat.to(scores.device)[:, None] + noise.to(scores.device)
         top = scores.max(dim=1)  # the first of equals
-        best = torch.stack([top.values.double(), (top.indices + self.first).double()], dim=1)  # ids fit
+        best = torch.stack([top.values.double(), (top.indices + self.first).double()], dim=1)
         if self.axis.size > 1:
             best = self.axis.all_gather(best, [2] * self.axis.size).view(len(samplings), self.axis.size, 2)
             owner = best[:, :, 0].argmax(dim=1)  # the first of equals again: ranks hold ascending ids
             best = best[torch.arange(len(samplings)), owner]
         if bool(best[:, 0].isnan().any()):
-            raise FloatingPointError("logits are not numbers (NaN): the weights or the number format are broken")
+            raise FloatingPointError(BROKEN)
         return [int(token) for token in best[:, 1].tolist()]
 
     def _sample_filtered(self, logits: Tensor, by: Sampling, position: int) -> int:
         """Sample one whole row of float64 logits."""
         if bool(logits.isnan().any()):
-            raise FloatingPointError("logits are not numbers (NaN): the weights or the number format are broken")
+            raise FloatingPointError(BROKEN)
         if by.temperature == 0:
             return int(logits.argmax())
         scaled = (logits - logits.max()) / by.temperature
