@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import EngineConfig, Layout, SamplingParams
+from shardwise.config import EngineConfig, Layout
+from shardwise.params import SamplingParams
 
 if TYPE_CHECKING:
     from shardwise.engine import Output

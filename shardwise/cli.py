@@ -13,7 +13,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardwise.config import DTYPES, EngineConfig, Layout, SamplingParams
+from shardwise.config import DTYPES, EngineConfig, Layout
+from shardwise.params import SamplingParams
 from shardwise.rows import document, read_rows, submit_row, timings_of
 
 app = typer.Typer(

@@ -1,11 +1,10 @@
-"""What a user may ask for, checked when it is said: layouts, engine settings, sampling parameters.
+"""How a model is run, checked when it is said: layouts, speculation, engine settings.
 
 Knows nothing of models, processes or tensors; anyone may import it.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -77,6 +76,75 @@ class Layout:
         return Coordinates(dp=rank // self.replica_size, tp=rank % self.tp, pp=rank % self.replica_size // self.tp)
 
 
+SPECULATORS = ("draft", "ngram", "self")
+ACCEPTS = ("coupled", "optimal")
+MAX_DRAFTS = 16
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Where drafts of tokens come from, which the model then verifies several at a time.
+
+    ``kind`` is "draft" (a smaller ``model`` of the same vocabulary), "ngram" (what followed the last few tokens when
+    they stood in the text before: prompt lookup) or "self": the model's own first ``layers``, or its own weights rounded
+    to ``dtype``. ``k`` is the number of drafts of each round; None adapts it to what is accepted, down to none at all.
+
+    ``accept`` "coupled" takes a draft exactly when it is the token that the model draws there, so tokens are those of a
+    run without speculation (Daliri, Musco and Suresh, 2024). "optimal" is rejection sampling (Leviathan et al. 2023,
+    Chen et al. 2023): more drafts are taken, the tokens are other ones, of exactly the same distribution.
+    """
+
+    kind: str
+    model: str | None = None
+    k: int | None = None
+    accept: str = "coupled"
+    layers: int | None = None
+    dtype: str | None = None
+    min_match: int = 2
+    """Shortest run of last tokens that "ngram" looks up, and the longest, which is tried first."""
+    max_match: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPECULATORS:
+            raise ValueError(f"speculate: the proposer must be one of {', '.join(SPECULATORS)}, not {self.kind!r}")
+        if (self.model is not None) != (self.kind == "draft"):
+            raise ValueError("speculate: a draft needs its model, as in draft=MODEL, and only a draft has one")
+        if self.accept not in ACCEPTS:
+            raise ValueError(f"speculate: accept must be one of {', '.join(ACCEPTS)}, not {self.accept!r}")
+        for name, most in (("k", MAX_DRAFTS), ("layers", 2**16), ("min_match", 16), ("max_match", 16)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
+                raise ValueError(f"speculate: {name} must be a whole number from 1 to {most}, not {value!r}")
+        if self.min_match > self.max_match:
+            raise ValueError(f"speculate: min_match {self.min_match} is more than max_match {self.max_match}")
+        if self.layers is not None and (self.kind != "self" or self.dtype is not None):
+            raise ValueError("speculate: layers is for self, and is given in place of dtype")
+        if self.dtype is not None and (self.kind == "ngram" or self.dtype not in DTYPES[1:]):
+            raise ValueError(f"speculate: dtype is for draft and self, one of {', '.join(DTYPES[1:])}")
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation:
+        """Read ``"draft=MODEL,k=4"``, ``"ngram"`` or ``"self,layers=8,accept=optimal"``; ``k=auto`` is the default.
+
+        Raises ValueError naming the part that is wrong.
+        """
+        first, *rest = text.split(",")
+        kind, given, model = first.partition("=")
+        values: dict[str, Any] = {"kind": kind.strip(), "model": model if given else None}
+        for part in rest:
+            name, given, value = (piece.strip() for piece in part.partition("="))
+            if name not in ("k", "accept", "layers", "dtype", "min_match", "max_match") or not given or name in values:
+                raise ValueError(
+                    f"speculate: {part.strip()!r} is not one of k, accept, layers, dtype, min_match, max_match, each "
+                    "once and as name=value; for example draft=MODEL,k=auto or ngram or self,layers=8"
+                )
+            number = name not in ("accept", "dtype")
+            if number and not (value.isdecimal() or (name == "k" and value == "auto")):
+                raise ValueError(f"speculate: {name} must be a whole number, not {value!r}")
+            values[name] = None if value == "auto" else int(value) if number else value
+        return cls(**values)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is run. Sizes are in tokens; ``None`` means: chosen for the model and the machine."""
@@ -95,6 +163,7 @@ class EngineConfig:
     max_chunk: int = 512
     max_num_seqs: int = 256
     prefix_cache: bool = True
+    speculate: Speculation | None = None
     start_timeout: float = 300.0
     step_timeout: float = 300.0
 
@@ -121,67 +190,3 @@ class EngineConfig:
             raise ValueError(f"split must give a weight above 0 to each of the {self.layout.tp} tp ranks")
         if self.stages is not None and (len(self.stages) != self.layout.pp or not all(n > 0 for n in self.stages)):
             raise ValueError(f"stages must give a number of layers above 0 to each of the {self.layout.pp} pp stages")
-
-
-MAX_SEED = 2**63 - 1
-MAX_STOPS = 16
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request picks its tokens.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off; they apply in that order, after the
-    temperature. ``seed`` None draws a fresh one, so that two requests differ. ``max_tokens`` counts generated tokens.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _number(self, "max_tokens", 1, 2**31, whole=True)
-        _number(self, "temperature", 0, 100)
-        _number(self, "top_k", 0, 2**31, whole=True)
-        _number(self, "top_p", 0, 1, above=True)
-        _number(self, "min_p", 0, 1)
-        if self.seed is not None:
-            _number(self, "seed", 0, MAX_SEED, whole=True)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        if len(stop) > MAX_STOPS or not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise ValueError(f"stop_token_ids must be token ids of at least 0, not {token!r}")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        """Build from a mapping of field names; raises ValueError naming an unknown field or a bad value."""
-        known = {item.name for item in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ValueError(f"unknown sampling field {name!r}; known: {', '.join(sorted(known))}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"sampling fields: {error}") from None
-
-
-def _number(owner: Any, name: str, low: float, high: float, *, whole: bool = False, above: bool = False) -> None:
-    """Check that a field is a finite number within [low, high], or (low, high] with ``above``."""
-    value = getattr(owner, name)
-    kind = "a whole number" if whole else "a number"
-    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not (low < value if above else low <= value) or value > high:
-        bound = f"above {low}" if above else f"of at least {low}"
-        raise ValueError(f"{name} must be {kind} {bound} and at most {high}, not {value!r}")

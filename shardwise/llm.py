@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from shardwise.config import MAX_SEED, EngineConfig, Layout, SamplingParams
+from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Engine, Output
+from shardwise.params import MAX_SEED, SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.launch import RunPlan, launch, plan_run
 from shardwise.runtime.source import Source, open_source

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import SamplingParams
 from shardwise.llm import LLM, RequestOutput
+from shardwise.params import SamplingParams
 
 Row = dict[str, Any] | str
 """A line's object, or what is wrong with the line."""

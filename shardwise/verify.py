@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import BLOCK, EngineConfig, Layout, SamplingParams
+from shardwise.config import BLOCK, EngineConfig, Layout
 from shardwise.engine import Engine
 from shardwise.llm import make_scheduler, open_tokenizer
+from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.launch import RunPlan, launch, plan_run

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise import reference
-from shardwise.config import EngineConfig, Layout, SamplingParams
+from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Engine
 from shardwise.kernels.ops import load_ops
 from shardwise.llm import make_scheduler
@@ -21,6 +21,7 @@ from shardwise.models.families.table import make_plan
 from shardwise.models.shard import make_shard
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Run
+from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.launch import RunPlan, plan_run, runner_spec

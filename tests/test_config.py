@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import EngineConfig, Layout, SamplingParams
+from shardwise.config import EngineConfig, Layout
+from shardwise.params import SamplingParams
 
 
 @pytest.mark.parametrize(

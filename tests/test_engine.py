@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import SamplingParams
 from shardwise.engine import Engine, Output
+from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import RankFailure
 from shardwise.schedule.scheduler import Scheduler

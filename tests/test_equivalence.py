@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import Layout, SamplingParams
+from shardwise.config import Layout
+from shardwise.params import SamplingParams
 from shardwise.runtime.source import Source, open_source
 from tests.harness import Answer, Job, oracle, plan_of, run, threads
 from tests.tiny import LLAMAS, save_gpt2, save_llama

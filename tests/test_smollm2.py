@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import BLOCK, EngineConfig, Layout, SamplingParams
+from shardwise.config import BLOCK, EngineConfig, Layout
 from shardwise.engine import Engine
 from shardwise.llm import make_scheduler, open_tokenizer
+from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.launch import launch, plan_run
 from shardwise.runtime.source import Source, open_source

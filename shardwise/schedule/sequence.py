@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from shardwise.config import SamplingParams
+from shardwise.params import SamplingParams
 from shardwise.schedule.step import Sampling
 
 

@@ -11,8 +11,8 @@ import torch
 from gguf import GGUFWriter
 from safetensors.numpy import load_file
 
-from shardwise.config import SamplingParams
 from shardwise.models.families import gpt2, llama
+from shardwise.params import SamplingParams
 from shardwise.runtime.source import open_source
 from shardwise.weights.checkpoint import LoadError
 from tests.harness import Job, plan_of, run, threads

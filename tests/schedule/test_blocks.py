@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import BLOCK, SamplingParams
+from shardwise.config import BLOCK
+from shardwise.params import SamplingParams
 from shardwise.schedule.blocks import BlockPool
 from shardwise.schedule.sequence import Request, Sequence
 
