@@ -86,8 +86,8 @@ class Speculation:
     """Where drafts of tokens come from, which the model then verifies several at a time.
 
     ``kind`` is "draft" (a smaller ``model`` of the same vocabulary), "ngram" (what followed the last few tokens when
-    they stood in the text before: prompt lookup) or "self": the model's own first ``layers``, or its own weights rounded
-    to ``dtype``. ``k`` is the number of drafts of each round; None adapts it to what is accepted, down to none at all.
+    they stood in the text before: prompt lookup) or "self": the model's own first ``layers``, or its own weights
+    rounded to ``dtype``. ``k`` is the number of drafts of each round; None adapts it to what is accepted, down to none.
 
     ``accept`` "coupled" takes a draft exactly when it is the token that the model draws there, so tokens are those of a
     run without speculation (Daliri, Musco and Suresh, 2024). "optimal" is rejection sampling (Leviathan et al. 2023,

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.config import BLOCK, EngineConfig
+from shardwise.runtime.draft_plan import DraftPlan
 from shardwise.runtime.launch import plan_run
 from shardwise.runtime.source import open_source
 
@@ -26,6 +27,7 @@ def describe(model: str, engine: EngineConfig) -> Document:
         "device": plan.device,
         "max_model_len": plan.max_model_len,
         "kv_tokens": plan.num_blocks * BLOCK,
+        "draft": None if plan.draft is None else _draft(plan.draft),
         "ranks": [
             {
                 "rank": index,
@@ -45,6 +47,24 @@ def describe(model: str, engine: EngineConfig) -> Document:
     }
 
 
+def _draft(draft: DraftPlan) -> Document:
+    """What the ranks hold for the draft alone; nothing where it runs the model's own layers."""
+    return {
+        "model": draft.source.resolved.source if draft.source is not None else None,
+        "dtype": draft.dtype,
+        "max_len": draft.max_len,
+        "ranks": [
+            {
+                "layers": list(rank.shard.layers),
+                "parameters": rank.parameters,
+                "weight_bytes": rank.weight_bytes,
+                "kv_bytes_per_token": rank.kv_bytes_per_token,
+            }
+            for rank in draft.ranks
+        ],
+    }
+
+
 def show(document: Document) -> None:
     """Print a description for people."""
     from rich.console import Console
@@ -57,15 +77,32 @@ def show(document: Document) -> None:
         numbers.add_row(name, str(value))
     console.print(numbers)
     ranks = Table(title=f"layout {document['layout']} · {document['dtype']} on {document['device']} · one replica")
-    columns = ("rank", "tp", "pp", "layers", "heads", "kv heads", "parameters", "weights", "kv per token")
-    for column in columns:
+    sizes = ("parameters", "weights", "kv per token")
+    for column in ("rank", "tp", "pp", "layers", "heads", "kv heads", *sizes):
         ranks.add_column(column, justify="right")
     for rank in document["ranks"]:
-        runs = [f"{start}–{stop - 1}" for start, stop in (rank["layers"], rank["heads"], rank["kv_heads"])]
-        sizes = [
-            f"{rank['parameters'] / 1e6:,.1f} M",
-            f"{rank['weight_bytes'] / 2**20:,.1f} MiB",
-            f"{rank['kv_bytes_per_token'] / 1024:,.1f} KiB",
-        ]
-        ranks.add_row(*map(str, (rank["rank"], rank["tp"], rank["pp"])), *runs, *sizes)
+        runs = [_run(rank[name]) for name in ("layers", "heads", "kv_heads")]
+        ranks.add_row(*map(str, (rank["rank"], rank["tp"], rank["pp"])), *runs, *_sizes(rank))
     console.print(ranks)
+    if document["draft"] is not None:
+        draft = document["draft"]
+        console.print(f"draft: {draft['model'] or 'the model itself'}", highlight=False)
+        drafts = Table(title=f"{draft['dtype']}, beside the above")
+        for column in ("rank", "layers", *sizes):
+            drafts.add_column(column, justify="right")
+        for index, rank in enumerate(draft["ranks"]):
+            drafts.add_row(str(index), _run(rank["layers"]), *_sizes(rank))
+        console.print(drafts)
+
+
+def _run(run: list[int]) -> str:
+    start, stop = run
+    return f"{start}–{stop - 1}" if stop > start else "none"
+
+
+def _sizes(rank: Document) -> list[str]:
+    return [
+        f"{rank['parameters'] / 1e6:,.1f} M",
+        f"{rank['weight_bytes'] / 2**20:,.1f} MiB",
+        f"{rank['kv_bytes_per_token'] / 1024:,.1f} KiB",
+    ]

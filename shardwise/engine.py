@@ -6,19 +6,24 @@ Knows neither processes nor tensors. Used by one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 
 from shardwise.runtime.executor import Executor
-from shardwise.schedule.scheduler import Scheduler
-from shardwise.schedule.sequence import Request, Sequence
-from shardwise.schedule.step import Step
+from shardwise.schedule.scheduler import News, Scheduler
+from shardwise.schedule.sequence import Request
+from shardwise.schedule.speculation import Tally
+from shardwise.schedule.step import Logprob, Step
 from shardwise.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
 class Output:
-    """News of one request. The pieces of a request, joined, are its whole text, ids and logits."""
+    """News of one request. The pieces of a request, joined, are its whole text, ids and log-probabilities.
+
+    A token comes with the piece that holds the last of its text, so that the text of a piece is that of its tokens,
+    but for what a stop string cuts off.
+    """
 
     request_id: int
     text: str
@@ -26,7 +31,25 @@ class Output:
     logits: list[bytes]
     """Raw logits of each token's row, if the request wants them."""
     finish_reason: str | None
-    """"stop", "length" or "abort" with the last piece, None before."""
+    """"stop", "length", "abort" or "error" with the last piece, None before."""
+    index: int = 0
+    """Which of the request's n continuations it is."""
+    logprobs: list[Logprob] = field(default_factory=list)
+    """Of each token, if the request wants them."""
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    """Of the prompt's next tokens, from its second one on, if the request wants them."""
+    error: str = ""
+    """A sentence to go with "error"."""
+    drafts: Tally | None = None
+    """What became of its drafts so far, with speculation."""
+
+
+@dataclass
+class _Text:
+    """The text of a request, and its tokens whose text is still uncertain, each with the characters up to its end."""
+
+    pieces: Detokenizer
+    held: deque[tuple[int, int, bytes | None, Logprob | None]] = field(default_factory=deque)
 
 
 class Engine:
@@ -36,16 +59,17 @@ class Engine:
         self.executor = executor
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self._in_flight: deque[Step] = deque()
-        self._texts: dict[int, Detokenizer] = {}
+        self._in_flight: deque[tuple[Step, float]] = deque()
+        self._texts: dict[int, _Text] = {}
         self._tokens: dict[int, int] = {}
+        self._collected = 0.0
         self.load = 0
         """Tokens that the unfinished requests may still need, prompts included: a measure for balancing."""
 
     def add(self, request: Request) -> None:
         """Accept a request; ValueError with the remedy if it can never run."""
         self.scheduler.add(request)
-        self._texts[request.id] = Detokenizer(self.tokenizer, request.params.stop)
+        self._texts[request.id] = _Text(Detokenizer(self.tokenizer, request.params.stop))
         self._tokens[request.id] = most = len(request.prompt) + request.params.max_tokens
         self.load += most
 
@@ -69,37 +93,52 @@ class Engine:
         """Give the ranks all steps that can run now."""
         while (step := self.scheduler.schedule()) is not None:
             self.executor.submit(step)
-            self._in_flight.append(step)
+            self._in_flight.append((step, monotonic()))
 
     def collect(self) -> list[Output]:
         """Wait for the oldest step in flight and apply its result. Raises RankFailure."""
         result = self.executor.collect()
-        step = self._in_flight.popleft()
-        rows = {chunk.sequence: raw for chunk, raw in zip(step.chunks, result.logits, strict=True) if raw}
-        return [
-            self._output(sequence, tokens, rows) for sequence, tokens in self.scheduler.update(step, result) if tokens
-        ]
+        step, submitted = self._in_flight.popleft()
+        now = monotonic()
+        self.scheduler.observe(step, now - max(submitted, self._collected))
+        self._collected = now
+        return [self._output(news) for news in self.scheduler.update(step, result)]
 
     def step(self) -> list[Output]:
         """``fill``, then ``collect`` if anything is in flight."""
         self.fill()
         return self.collect() if self._in_flight else []
 
-    def _output(self, sequence: Sequence, tokens: Items[int], rows: dict[int, bytes]) -> Output:
-        number = sequence.request.id
+    def _output(self, news: News) -> Output:
+        sequence, number = news.sequence, news.sequence.request.id
         text = self._texts[number]
-        visible = tokens[:-1] if sequence.finish_reason == "stop" else tokens  # the token that stops is not text
         piece = ""
-        for token in visible:
-            piece += text.push(token)
-            if text.stopped:
+        for at, token in enumerate(news.tokens):
+            if token not in sequence.stops:  # the token that stops is not text
+                piece += text.pieces.push(token)
+            row = news.logits[at] if news.logits else None
+            text.held.append((text.pieces.received, token, row, news.logprobs[at] if news.logprobs else None))
+            if text.pieces.stopped:
                 self.scheduler.finish(number, "stop")
+                sequence.finish_reason = "stop"  # also where this step ended it otherwise: the stop string came first
                 break
         if sequence.finish_reason is not None:
-            piece += text.finish()
+            piece += text.pieces.finish()
             self._forget(number)
-        logits = [rows[number]] if number in rows else []
-        return Output(number, piece, list(tokens), logits, sequence.finish_reason)
+        ready = []
+        while text.held and (sequence.finish_reason is not None or text.held[0][0] <= text.pieces.released):
+            ready.append(text.held.popleft())
+        return Output(
+            number,
+            piece,
+            [token for _, token, _, _ in ready],
+            [row for _, _, row, _ in ready if row is not None],
+            sequence.finish_reason,
+            logprobs=[logprob for _, _, _, logprob in ready if logprob is not None],
+            prompt_logprobs=news.prompt_logprobs,
+            error=sequence.error,
+            drafts=sequence.drafting.tally if sequence.drafting is not None else None,
+        )
 
     def _forget(self, number: int) -> None:
         del self._texts[number]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Engine, Output
@@ -19,10 +20,34 @@ from shardwise.runtime.launch import RunPlan, launch, plan_run
 from shardwise.runtime.source import Source, open_source
 from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
+from shardwise.schedule.speculation import Tally
+from shardwise.schedule.step import Logprob
 from shardwise.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from shardwise.grammar import Grammars
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """"stop" (an end token, a stop string or a complete grammar), "length" or "error"."""
+    logprobs: list[Logprob] = field(default_factory=list)
+    """Of each token, where asked for."""
+    logits: list[bytes] = field(default_factory=list, repr=False)
+    """Each token's raw logits row, where asked for."""
+    error: str = ""
+    """A sentence to go with "error"."""
+    drafts: Tally | None = None
+    """What became of its drafts, with speculation."""
 
 
 @dataclass
@@ -32,15 +57,28 @@ class RequestOutput:
     index: int
     prompt: str
     prompt_token_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    """"stop" (an end token or a stop string) or "length"."""
-    logits: list[bytes] = field(default_factory=list, repr=False)
-    """Each token's raw logits row, where asked for."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    """Its n continuations."""
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    """Of the prompt's tokens from the second one on, where asked for."""
     submitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Of the first continuation, as are ``token_ids`` and ``finish_reason``."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first continuation, the token that stopped it included."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first continuation."""
+        return self.outputs[0].finish_reason
 
 
 class LLM:
@@ -66,6 +104,8 @@ class LLM:
         self.tokenizer = open_tokenizer(self.source)
         self.eos = self.source.eos | self.tokenizer.eos
         self.plan = plan_run(self.source, config)
+        if self.plan.draft is not None and self.plan.draft.source is not None:
+            check_vocabulary(self.tokenizer, open_tokenizer(self.plan.draft.source))
         executors = launch(self.plan, on_progress)
         self._replicas = Replicas(
             [Engine(executor, make_scheduler(self.plan, self.eos), self.tokenizer) for executor in executors]
@@ -73,9 +113,18 @@ class LLM:
         self.figures = [executor.figures for executor in executors]
         """What the ranks of each replica said of themselves when they were ready."""
         self.load_s = time.monotonic() - started
+        self._grammars: Grammars | None = None
         self._numbers = itertools.count()
         self._open: dict[int, RequestOutput] = {}
         self._inbox: dict[int, deque[Output]] = {}
+        self._parts: dict[int, tuple[int, int]] = {}  # a part's number → its request and which continuation it is
+
+    @property
+    def drafts(self) -> Tally | None:
+        """What became of all drafts so far; None without speculation."""
+        speculators = [engine.scheduler.speculator for engine in self._replicas.engines]
+        found = [speculator.tally for speculator in speculators if speculator is not None]
+        return sum(found[1:], found[0]) if found else None
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -117,6 +166,8 @@ class LLM:
         Raises ValueError with the remedy for one that can't be run.
         """
         if messages is not None:
+            if params.max_tokens == 0:
+                raise ValueError("max_tokens must be at least 1 for a chat")
             text = self.tokenizer.chat(messages)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)  # a template writes its own
         elif isinstance(prompt, str):
@@ -125,24 +176,32 @@ class LLM:
             assert prompt is not None
             tokens = list(prompt)
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        number = next(self._numbers)
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        self._replicas.add(Request(number, tuple(tokens), params, seed, want_logits=want_logits))
-        self._open[number] = RequestOutput(index, text, tokens, submitted=time.monotonic())
-        self._inbox[number] = deque()
+        number, *others = itertools.islice(self._numbers, params.n)  # in a row: see abort
+        began = text if params.echo else ""
+        self._open[number] = RequestOutput(
+            index, text, tokens, [CompletionOutput(at, began) for at in range(params.n)], submitted=time.monotonic()
+        )
+        self._inbox[number] = deque(Output(number, began, [], [], None, at) for at in range(params.n) if began)
+        try:
+            for at, request in enumerate(self._requests([number, *others], tuple(tokens), params, want_logits)):
+                self._replicas.add(request)
+                self._parts[request.id] = number, at
+        except ValueError:
+            self.abort(number)
+            raise
         return number
 
     def pieces(self, number: int) -> Iterator[Output]:
         """The outputs of an accepted request as they come, to the last; leaving early aborts it."""
         inbox = self._inbox[number]
+        left = len(self._open[number].outputs)
         try:
-            while True:
+            while left:
                 while not inbox:
                     self._step()
                 piece = inbox.popleft()
+                left -= piece.finish_reason is not None
                 yield piece
-                if piece.finish_reason is not None:
-                    return
         finally:
             self.abort(number)
 
@@ -155,9 +214,11 @@ class LLM:
 
     def abort(self, number: int) -> None:
         """Forget a request; harmless if it is done or unknown."""
-        self._replicas.abort(number)
+        result = self._open.pop(number, None)
+        for part in range(number, number + len(result.outputs)) if result is not None else ():
+            self._replicas.abort(part)
+            self._parts.pop(part, None)
         self._inbox.pop(number, None)
-        self._open.pop(number, None)
 
     def close(self) -> None:
         """End all ranks; harmless when repeated."""
@@ -189,21 +250,71 @@ class LLM:
             for number in numbers:
                 self.abort(number)
 
+    def _requests(
+        self, numbers: Sequence[int], tokens: tuple[int, ...], params: SamplingParams, want_logits: bool
+    ) -> Iterator[Request]:
+        """One request for each of the n continuations: the first is the one that n=1 has."""
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        encode, words = self.tokenizer.encode, params.bad_words
+        spelled = {tuple(encode(start + word, add_special_tokens=False)) for word in words for start in ("", " ")}
+        matcher = None
+        if params.grammar is not None:
+            from shardwise.grammar import Grammars
+
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.source.config.vocab_size)
+            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
+            matcher = self._grammars.compile(params, ends)
+        for at, number in enumerate(numbers):
+            yield Request(
+                number,
+                tokens,
+                params if at == 0 else replace(params, prompt_logprobs=None),
+                seed_of(seed, at),
+                want_logits=want_logits,
+                bad_words=tuple(sorted(spelled)),
+                matcher=matcher if at == 0 or matcher is None else matcher.copy(),
+            )
+
     def _step(self) -> None:
-        now_open = self._open
         for output in self._replicas.step():
-            result = now_open.get(output.request_id)
+            number, at = self._parts.get(output.request_id, (-1, 0))
+            result = self._open.get(number)
             if result is None:
                 continue
             moment = time.monotonic()
-            if not result.token_ids:
+            if output.token_ids and not result.first_token:
                 result.first_token = moment
-            result.text += output.text
-            result.token_ids += output.token_ids
-            result.logits += output.logits
-            result.finish_reason = output.finish_reason
+            part = result.outputs[at]
+            part.text += output.text
+            part.token_ids += output.token_ids
+            part.logprobs += output.logprobs
+            part.logits += output.logits
+            part.finish_reason = output.finish_reason
+            part.error = output.error
+            part.drafts = output.drafts
+            result.prompt_logprobs += output.prompt_logprobs
             result.finished = moment
-            self._inbox[output.request_id].append(output)
+            self._inbox[number].append(replace(output, request_id=number, index=at))
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of one of a request's n continuations: the request's own for number 0, a hash for the others."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """ValueError unless a draft model means the same as the target by the ids they share; special tokens may differ."""
+    special = target.special | draft.special
+    for token in range(min(target.vocab_size, draft.vocab_size)):
+        if token not in special and target.spell(token) != draft.spell(token):
+            raise ValueError(
+                f"speculate: the draft model has another vocabulary: token {token} is {draft.spell(token)!r} there and "
+                f"{target.spell(token)!r} here; choose a draft of the same family, or speculate with ngram or self"
+            )
 
 
 def open_tokenizer(source: Source) -> Tokenizer:
@@ -227,5 +338,7 @@ def make_scheduler(plan: RunPlan, eos: frozenset[int], **settings: Any) -> Sched
         "eos": eos,
         "vocab_size": plan.source.config.vocab_size,
         "secret": secrets.token_bytes(32),
+        "speculation": engine.speculate,
+        "max_draft_len": plan.draft.max_len if plan.draft is not None else None,
     }
     return Scheduler(**{**chosen, **settings})

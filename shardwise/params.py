@@ -52,7 +52,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     """Token id → what to add to its logit, -100 to 100; kept as pairs in ascending order of ids."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these tokens, and the end tokens in force, may be generated; None allows all."""
+    """Only these tokens may be generated (name the end token too, where it may end); None allows all."""
     bad_words: tuple[str, ...] = ()
     """Texts that must not be generated, as the tokenizer writes them with and without a space before."""
     logprobs: int | None = None

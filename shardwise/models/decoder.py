@@ -107,6 +107,11 @@ class Decoder:
             return x
         return self.head(self.norm(x[batch.sample_rows]))
 
+    def first(self, layers: int) -> Decoder:
+        """This decoder without the layers from number ``layers`` on; the two share all parts."""
+        kept = {index: layer for index, layer in self.layers.items() if index < layers}
+        return Decoder(kept, self.rope, self.embed, self.norm, self.head)
+
     def write(self, parameter: str, row: int, part: Tensor) -> None:
         """Fill rows ``row`` onwards of a parameter named as in the plan; ``part`` is [rows] or [rows, cols] on CPU."""
         *path, name = parameter.split(".")

@@ -15,34 +15,20 @@ import msgspec
 
 from shardwise.config import BLOCK, EngineConfig
 from shardwise.kernels.build import BuildError, library
-from shardwise.models.config import ModelConfig
-from shardwise.models.families.table import make_plan
-from shardwise.models.shard import Shard, make_shard
+from shardwise.runtime.draft_plan import DraftPlan, plan_draft
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.frames import WorkerSpec
 from shardwise.runtime.processes import ProcessExecutor
+from shardwise.runtime.rank_plan import RankPlan, plan_ranks, row_bytes
 from shardwise.runtime.source import Source
 from shardwise.runtime.spec import RunnerSpec
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_KV_TOKENS = 32768
 """Tokens of KV cache per replica unless the model's context is longer or memory is short."""
 MAX_SLOT_BYTES = 64 * 2**20
 """Largest shared-memory slot of a rank; what is longer travels in pieces."""
 MEMORY_SHARE = 0.5
 """Share of the host's available memory that the default KV caches of all ranks may take."""
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one rank will hold."""
-
-    tp: int
-    pp: int
-    shard: Shard
-    parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +44,8 @@ class RunPlan:
     threads: int
     ranks: tuple[RankPlan, ...]
     """The ranks of one replica, in rank order."""
+    draft: DraftPlan | None = None
+    """The decoder that drafts tokens beside the model, if one does."""
 
 
 def launch(plan: RunPlan, on_progress: Callable[[str], None] | None = None) -> list[Executor]:
@@ -102,9 +90,10 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
     engine, layout = plan.engine, plan.engine.layout
     transport = engine.transport if engine.transport != "auto" else _transport(plan.device)
     runner = msgspec.Raw(msgspec.msgpack.encode(runner_spec(plan)))
-    nodes = max(len(chunks.tree.nodes(rank.tp)) for rank in plan.ranks for chunks in rank.shard.sums)
-    row = plan.source.config.hidden_size * max(BYTES[plan.dtype], 4)
-    slot = min(engine.max_batch_tokens * row * nodes, MAX_SLOT_BYTES)
+    row = row_bytes(plan.source.config, plan.ranks, plan.dtype)
+    if plan.draft is not None:
+        row = max(row, row_bytes(plan.draft.config, plan.draft.ranks, plan.draft.dtype))
+    slot = min(engine.max_batch_tokens * row, MAX_SLOT_BYTES)
     return [
         WorkerSpec(
             rank=rank,
@@ -123,7 +112,10 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
 
 
 def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
-    """Decide dtype, device, context length, cache size and threads; ValueError, with the remedy, for what can't be."""
+    """Decide dtype, device, context length, cache size, threads and draft.
+
+    Raises ValueError, with the remedy, for what can't be, and LoadError for a draft model with broken files.
+    """
     config, layout = source.config, engine.layout
     config.check(layout, engine.stages)
     longest = engine.max_model_len or config.max_positions
@@ -131,13 +123,13 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         raise ValueError(f"max_model_len {longest} is more than the {config.max_positions} positions the model knows")
     device = _device(engine)
     dtype = config.dtype if engine.dtype == "auto" else engine.dtype
-    ranks = tuple(
-        _rank_plan(config, engine, dtype, rank % layout.tp, rank // layout.tp) for rank in range(layout.replica_size)
-    )
-    per_token = sum(rank.kv_bytes_per_token for rank in ranks) * layout.dp
+    ranks = plan_ranks(config, engine, dtype, engine.stages)
+    draft = plan_draft(config, engine, dtype, longest)
+    held = (*ranks, *(draft.ranks if draft is not None else ()))
+    per_token = sum(rank.kv_bytes_per_token for rank in held) * layout.dp
     wanted = engine.kv_tokens or max(min(DEFAULT_KV_TOKENS, 4 * longest), longest)
     if engine.kv_tokens is None and device == "cpu":
-        free = available_memory() - sum(rank.weight_bytes for rank in ranks) * layout.dp
+        free = available_memory() - sum(rank.weight_bytes for rank in held) * layout.dp
         wanted = min(wanted, max(int(free * MEMORY_SHARE / per_token), BLOCK))
     num_blocks = -(-wanted // BLOCK)
     return RunPlan(
@@ -149,22 +141,7 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         num_blocks=num_blocks,
         threads=engine.threads or max(1, num_cores() // layout.world_size),
         ranks=ranks,
-    )
-
-
-def _rank_plan(config: ModelConfig, engine: EngineConfig, dtype: str, tp: int, pp: int) -> RankPlan:
-    shard = make_shard(config, engine.layout, tp, pp, engine.split, engine.stages)
-    plan = make_plan(config, shard)
-    parameters = sum(placement.size for placements in plan.values() for placement in placements)
-    matrices = sum(p.size for placements in plan.values() for p in placements if p.cols is not None)
-    compute = max(BYTES[dtype], 4)  # vectors and the cache are kept in the compute dtype
-    return RankPlan(
-        tp=tp,
-        pp=pp,
-        shard=shard,
-        parameters=parameters,
-        weight_bytes=matrices * BYTES[dtype] + (parameters - matrices) * compute,
-        kv_bytes_per_token=shard.layers.size * shard.kv_heads.size * 2 * config.head_dim * compute,
+        draft=draft,
     )
 
 
@@ -221,4 +198,5 @@ def runner_spec(plan: RunPlan) -> RunnerSpec:
         kernels=engine.kernels,
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
+        draft=plan.draft.spec() if plan.draft is not None else None,
     )

@@ -7,68 +7,46 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from shardwise.config import Coordinates, Layout
+from shardwise.config import Coordinates
 from shardwise.kernels.ops import load_ops
-from shardwise.models.batch import KV
-from shardwise.models.config import ModelConfig
-from shardwise.models.decoder import build
-from shardwise.models.families.table import make_plan
-from shardwise.models.shard import make_shard
 from shardwise.parallel.axis import Axis
+from shardwise.runtime.answer import answer
 from shardwise.runtime.batch import make_batch
+from shardwise.runtime.drafter import Drafter
+from shardwise.runtime.part import Part, make_part
 from shardwise.runtime.sampler import Sampler
 from shardwise.runtime.spec import RunnerSpec
-from shardwise.schedule.step import Step, StepResult
-from shardwise.weights.checkpoint import Checkpoint
-from shardwise.weights.load import load
+from shardwise.schedule.step import Chunk, Step, StepResult
 
 
 class Runner:
     """See the file's sentence. ``tp`` and ``pp`` are this rank's axes; ``coordinates`` its place."""
 
     def __init__(self, spec: RunnerSpec, coordinates: Coordinates, tp: Axis, pp: Axis) -> None:
-        config = ModelConfig.from_dict(spec.model)
-        layout = Layout(tp=spec.tp, pp=spec.pp)
-        self.shard = make_shard(config, layout, coordinates.tp, coordinates.pp, spec.split, spec.stages)
-        self.plan = make_plan(config, self.shard)
-        self.index = spec.index
+        compute = torch.float64 if spec.dtype == "float64" else torch.float32
+        self.ops, self.kernels = load_ops(spec.kernels, spec.device, compute)
         self.pp = pp
         self.device = torch.device(spec.device)
-        dtype = getattr(torch, spec.dtype)
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        self.ops, self.kernels = load_ops(spec.kernels, spec.device, compute)
-        self.hidden_size = config.hidden_size
-        self.decoder = build(
-            config,
-            self.shard,
-            self.plan,
-            tp,
-            self.ops,
-            dtype,
-            min(spec.max_model_len, config.max_positions),
-            self.device,
-        )
-        self.cache = [
-            KV(*self.ops.cache(spec.num_blocks, self.shard.kv_heads.size, config.head_dim, self.device))
-            for _ in range(self.shard.layers.size)
-        ]
-        self.sampler = Sampler(self.ops, tp, self.shard.vocabs)
-        self.reports = self.shard.last and coordinates.tp == 0
+        self.model = make_part(spec, coordinates, tp, self.ops)
+        self.sampler = Sampler(self.ops, tp, self.model.shard.vocabs)
+        self.drafter: Drafter | None = None
+        self.draft_sampler: Sampler | None = None
+        if spec.draft is not None:
+            self.drafter = Drafter(spec, coordinates, tp, self.ops, self.model)
+            self.draft_sampler = Sampler(self.ops, tp, self.drafter.vocabs)
+        self.reports = self.model.shard.last and coordinates.tp == 0
 
     def load(self) -> dict[str, int | float | str]:
         """Read this rank's slices; figures in bytes and seconds."""
         started = time.monotonic()
-        checkpoint = Checkpoint(self.index)
-        try:
-            load(checkpoint, self.plan, self.decoder.write)
-        finally:
-            checkpoint.close()
         return {
-            "bytes_read": checkpoint.bytes_read,
+            "bytes_read": self.model.load() + (self.drafter.load() if self.drafter is not None else 0),
             "load_s": time.monotonic() - started,
             "peak_bytes": peak_bytes(),
             "kernels": self.kernels,
@@ -77,33 +55,31 @@ class Runner:
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult | None:
         """Run this rank's part of a step; the sampling rank returns the result."""
-        batch = make_batch(step, self.device)
-        rows = batch.ids.shape[0]
-        received = None if self.shard.first else self.pp.recv((rows, self.hidden_size), self.ops.compute)
-        out = self.decoder(received, self.cache, batch)
-        if not self.shard.last:
-            self.pp.send(out)
+        if step.draft:
+            assert self.drafter is not None
+            assert self.draft_sampler is not None
+            logits = self._forward(self.drafter, step.chunks)
+            found = answer(step, logits, self.draft_sampler) if logits is not None else None
+            return found if self.reports else None
+        # What the draft thought of its drafts is computed again, to the same bits, rather than kept: a rank holds no
+        # state but weights and KV. This comes first, since a draft that shares the cache leaves rough values there.
+        judged = [c for c in step.chunks if c.drafts and c.sampling is not None and c.sampling.optimal]
+        guesses = self._forward(self.drafter, judged) if self.drafter is not None and judged else None
+        logits = self._forward(self.model, step.chunks)
+        if logits is None:
             return None
-        sampled = [chunk for chunk in step.chunks if chunk.sampling is not None]
-        samplings = [chunk.sampling for chunk in sampled if chunk.sampling is not None]
-        tokens = iter(
-            self.sampler.sample(out, samplings, [chunk.start + len(chunk.tokens) for chunk in sampled])
-            if sampled
-            else ()
-        )
-        kept = [row for row, by in enumerate(samplings) if by.logits]
-        logits = iter(self.sampler.gather(out[kept]).cpu() if kept else ())
-        if not self.reports:
-            return None
-        return StepResult(
-            epoch=step.epoch,
-            number=step.number,
-            tokens=[[] if chunk.sampling is None else [next(tokens)] for chunk in step.chunks],
-            logits=[
-                next(logits).numpy().tobytes() if chunk.sampling is not None and chunk.sampling.logits else b""
-                for chunk in step.chunks
-            ],
-        )
+        found = answer(step, logits, self.sampler, self.draft_sampler, guesses)
+        return found if self.reports else None
+
+    def _forward(self, part: Part | Drafter, chunks: Sequence[Chunk]) -> Tensor | None:
+        """One pass over the stages: logits [wanted rows, own vocabulary rows] on the last, None elsewhere."""
+        batch = make_batch(chunks, self.device)
+        shape = (batch.ids.shape[0], part.hidden_size)
+        out = part(None if self.model.shard.first else self.pp.recv(shape, self.ops.compute), batch)
+        if self.model.shard.last:
+            return out
+        self.pp.send(out)
+        return None
 
 
 def peak_bytes() -> int:

@@ -1,13 +1,16 @@
 """Counter-based Gumbel-max sampling on vocabulary shards.
 
-The sample is argmax(filtered logits / temperature + noise), lowest id on ties, in float64. The noise is a hash of
-(seed, position, token id) and nothing else, so neither layout nor batch mates nor a restart can change it. Rows without
-a filter exchange one (score, id) pair per rank; rows with top_k, top_p or min_p gather their logits.
+The sample is argmax(processed logits / temperature + noise) among the tokens that the filters keep, lowest id on ties, in
+float64. The noise is a hash of (seed, position, token id) and nothing else, so neither layout nor batch mates nor a
+restart can change it. Ranks exchange a (score, id) pair for each row, and before that the best scores of rows with
+top_k or min_p; only rows with top_p but no top_k gather their scores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -15,107 +18,102 @@ from torch import Tensor
 from shardwise.kernels.ops import Ops
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Run
-from shardwise.schedule.step import Sampling
+from shardwise.runtime.filters import needed, threshold
+from shardwise.runtime.logits import Row, check, process
+from shardwise.runtime.logprobs import logprobs
+from shardwise.runtime.rejection import decide, replace
+from shardwise.schedule.step import Logprob
 
-CANDIDATES = 1024
-"""Likeliest tokens looked at first for top_p; more only when they don't hold enough probability."""
-
-BROKEN = "logits are not numbers (NaN): the weights or the number format are broken"
+COLDEST = 1e-100
+"""Lower temperatures are taken as this one: finite logits stay finite, and far below it only the best can win."""
 
 
 class Sampler:
-    """Draws tokens from logits whose vocabulary is cut over an axis; every rank of the axis gets the same ids."""
+    """Draws tokens from logits whose vocabulary is cut over an axis; every rank of the axis gets the same ids.
 
-    def __init__(self, ops: Ops, axis: Axis, vocabs: Sequence[Run]) -> None:
+    Logits become scores as `process` says, are divided by the temperature, and filtered by top_k, top_p and min_p in
+    that order (transformers'). At temperature 0 the best score wins, which no filter can remove. Only ids below
+    ``num_tokens`` are ever drawn; None: all. Methods raise FloatingPointError if a row's best score is not a finite number:
+    the model is broken or all tokens are forbidden.
+    """
+
+    def __init__(self, ops: Ops, axis: Axis, vocabs: Sequence[Run], num_tokens: int | None = None) -> None:
         self.ops = ops
         self.axis = axis
         self.sizes = [run.size for run in vocabs]
         self.first = vocabs[axis.rank].start
+        self.count = (vocabs[-1].stop if num_tokens is None else num_tokens) - self.first
 
     def gather(self, logits: Tensor) -> Tensor:
         """[R, own rows] → [R, vocabulary]."""
         return self.axis.all_gather(logits, self.sizes)
 
-    def sample(self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-        """One token per row of ``logits`` [R, own rows]; ``positions[r]`` is where the drawn token will stand.
-
-        Raises FloatingPointError if a row's best score is not a number.
-        """
-        filtered = [row for row, by in enumerate(samplings) if by.top_k or by.top_p < 1.0 or by.min_p]
-        plain = [row for row in range(len(samplings)) if row not in set(filtered)]
-        tokens = [0] * len(samplings)
-        if plain:
-            rows = logits if not filtered else logits[plain]
-            drawn = self._sample_plain(rows, [samplings[r] for r in plain], [positions[r] for r in plain])
-            for row, token in zip(plain, drawn, strict=True):
-                tokens[row] = token
-        if filtered:
-            for row, whole in zip(filtered, self.gather(logits[filtered]), strict=True):
-                tokens[row] = self._sample_filtered(whole.double(), samplings[row], positions[row])
-        return tokens
-
-    def _sample_plain(self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-        noisy = [row for row, by in enumerate(samplings) if by.temperature > 0]
-        scores = logits
+    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """One token per row of ``logits`` [R, own rows]."""
+        scores = self._scores(logits, rows)
+        noisy = [number for number, row in enumerate(rows) if row.by.temperature > 0]
         if noisy:
-            scores = logits.to(torch.float64, copy=True)
-            heat = torch.tensor([samplings[row].temperature for row in noisy], dtype=torch.float64)
-            noise = self.ops.gumbel(
-                [samplings[row].seed for row in noisy], [positions[row] for row in noisy], self.first, logits.shape[1]
-            )
-            scores[noisy] = scores[noisy] / heat.to(scores.device)[:, None] + noise.to(scores.device)
+            seeds, positions = [rows[number].by.seed for number in noisy], [rows[number].position for number in noisy]
+            noise = self.ops.gumbel(seeds, positions, self.first, scores.shape[1])
+            scores.index_add_(0, torch.tensor(noisy, device=scores.device), noise.to(scores.device))
         top = scores.max(dim=1)  # the first of equals
         best = torch.stack([top.values.double(), (top.indices + self.first).double()], dim=1)
         if self.axis.size > 1:
-            best = self.axis.all_gather(best, [2] * self.axis.size).view(len(samplings), self.axis.size, 2)
+            best = self.axis.all_gather(best, [2] * self.axis.size).view(len(rows), self.axis.size, 2)
             owner = best[:, :, 0].argmax(dim=1)  # the first of equals again: ranks hold ascending ids
-            best = best[torch.arange(len(samplings)), owner]
-        if bool(best[:, 0].isnan().any()):
-            raise FloatingPointError(BROKEN)
+            best = best[torch.arange(len(rows)), owner]
+        check(best[:, 0])
         return [int(token) for token in best[:, 1].tolist()]
 
-    def _sample_filtered(self, logits: Tensor, by: Sampling, position: int) -> int:
-        """Sample one whole row of float64 logits."""
-        if bool(logits.isnan().any()):
-            raise FloatingPointError(BROKEN)
-        if by.temperature == 0:
-            return int(logits.argmax())
-        scaled = (logits - logits.max()) / by.temperature
-        kept = self._filter(scaled, by)
-        noise = self.ops.gumbel([by.seed], [position], 0, logits.shape[0])[0].to(logits.device)
-        return int(kept[(scaled + noise)[kept].argmax()])
+    def probabilities(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """With which probabilities `sample` draws: [R, vocabulary] float64, the same bits on every rank and any cut."""
+        scores = self.gather(self._scores(logits, rows)).double()
+        best = scores.max(dim=1, keepdim=True)
+        check(best.values)
+        odds = self.ops.exp(scores - best.values)
+        for number, row in enumerate(rows):
+            if row.by.temperature == 0:
+                odds[number] = 0.0
+                odds[number, best.indices[number]] = 1.0
+        return odds / odds.cumsum(1)[:, -1:]  # cumsum adds in one fixed order
 
-    def _filter(self, scaled: Tensor, by: Sampling) -> Tensor:
-        """Ascending ids that survive top_k, then top_p, then min_p; at least one. ``scaled`` [V] has maximum 0.
+    def accept(self, logits: Tensor, rows: Sequence[Row], drafts: Sequence[int], guess: Tensor | None) -> list[int]:
+        """The accepted ones of k ``drafts`` and one token more, by rejection sampling; ``logits`` [k + 1, own rows].
 
-        Of equal scores the lower ids are kept first. top_p keeps the smallest set of the likeliest tokens, within the
-        top_k, whose probability reaches it.
+        ``guess`` [k, draft vocabulary] are the probabilities that the drafts were drawn with: `probabilities` of the
+        drafter's own sampler and logits, for ``rows[:k]``. None if each draft was certain. The tokens are distributed as
+        the model's own, but are not those that `sample` draws; at temperature 0 they are.
         """
-        count = min(by.top_k or scaled.shape[0], scaled.shape[0])
-        if by.top_p < 1.0:
-            odds = self.ops.exp(scaled)
-            total = None if by.top_k else odds.cumsum(0)[-1]  # cumsum adds in one fixed order
-            size = min(count, CANDIDATES)
-            while True:
-                order = _likeliest(scaled, size)
-                mass = odds[order].cumsum(0)
-                whole = mass[-1] if size == count else total
-                if whole is not None and (size == count or bool(mass[-1] >= by.top_p * whole)):
-                    break
-                size = min(count, 4 * size)
-            needed = int((mass < by.top_p * whole).sum()) + 1
-            order = order[:needed]
-        elif count < scaled.shape[0]:
-            order = _likeliest(scaled, count)
-        else:
-            order = torch.arange(scaled.shape[0], device=scaled.device)
-        if by.min_p > 0:
-            order = order[self.ops.exp(scaled[order].contiguous()) >= by.min_p]
-        return order.sort().values
+        assert len(rows) == len(drafts) + 1
+        by = rows[0].by
+        if by.temperature == 0 or not drafts:
+            drawn = self.sample(logits, rows)
+            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, drawn, strict=False)))
+            return drawn[: agreed + 1]
+        wanted = self.probabilities(logits[:-1], rows[:-1])
+        if guess is not None:  # a drafter's vocabulary may be padded otherwise
+            guess = torch.nn.functional.pad(guess, (0, wanted.shape[1] - guess.shape[1]))
+        for number, draft in enumerate(drafts):
+            case = wanted[number], None if guess is None else guess[number], draft, by.seed, rows[number].position
+            if not decide(*case):
+                return [*drafts[:number], replace(self.ops, *case)]
+        return [*drafts, *self.sample(logits[-1:], rows[-1:])]
 
+    def logprobs(self, logits: Tensor, tokens: Sequence[int], nums_top: Sequence[int]) -> list[Logprob]:
+        """By the raw model, for ``logits`` [R, own rows]: of one token a row and of its ``nums_top`` likeliest."""
+        return logprobs(self.ops, self.axis, self.sizes, logits, tokens, nums_top)
 
-def _likeliest(scores: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` highest scores, highest first, the lower id first among equals."""
-    least = scores.topk(count).values[-1]
-    ids = (scores >= least).nonzero()[:, 0]
-    return ids[scores[ids].sort(descending=True, stable=True).indices][:count]
+    def _scores(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """[R, own rows]: processed, divided by the temperature, and minus infinity where a filter says no.
+
+        A new float64 tensor, but ``logits`` itself if the rows are greedy and ask for nothing.
+        """
+        scores = process(logits, rows, self.first, self.count)
+        if all(row.by.temperature == 0 for row in rows):
+            return scores
+        scores = logits.to(torch.float64, copy=True) if scores is logits else scores
+        heat = [max(row.by.temperature, COLDEST) if row.by.temperature else 1.0 for row in rows]
+        scores /= torch.tensor(heat, dtype=torch.float64, device=scores.device)[:, None]
+        hot = [number for number, row in enumerate(rows) if row.by.temperature > 0]
+        few = [number for number in hot if ...]
+        return scores

@@ -9,6 +9,18 @@ import msgspec
 from shardwise.weights.checkpoint import Index
 
 
+class DraftSpec(msgspec.Struct, frozen=True):
+    """The decoder that drafts tokens beside the model."""
+
+    model: dict[str, Any] | None
+    """ModelConfig.to_dict() of a model with a KV cache of its own; None: the target itself, in the target's cache."""
+    index: Index | None
+    """Where that model's tensors lie."""
+    dtype: str
+    layers: int | None
+    """Run only the target's first so many layers, which are there already; None: all, read in ``dtype``."""
+
+
 class RunnerSpec(msgspec.Struct, frozen=True):
     """All a rank needs to know, as plain data; the same for every rank of a replica."""
 
@@ -24,3 +36,4 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     kernels: str
     num_blocks: int
     max_model_len: int
+    draft: DraftSpec | None

@@ -51,6 +51,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._contents: dict[int, _Content] = {}
         self._index: dict[bytes, int] = {}
+        self._drafted: set[int] = set()  # blocks that hold the draft model's KV of their tokens too
 
     @property
     def num_free(self) -> int:
@@ -75,10 +76,13 @@ class BlockPool:
     def admit(self, sequence: Sequence, spare: int) -> bool:
         """Give a sequence without blocks enough for all its tokens, reusing what is cached: ``computed`` jumps.
 
-        False, and nothing is changed, if fewer than ``spare`` free blocks would be left.
+        It jumps over no token of the prompt whose log-probability is still wanted. False, and nothing is changed, if
+        fewer than ``spare`` free blocks would be left.
         """
         assert not sequence.blocks
         found = self.find(sequence.tokens, sequence.request.salt, sequence.digests)
+        if sequence.scored < sequence.to_score:
+            found = found[: sequence.scored // BLOCK]
         missing = -(-len(sequence.tokens) // BLOCK) - len(found)
         if missing + sum(self._refs[block] == 0 for block in found) + spare > self.num_free:
             return False
@@ -87,11 +91,17 @@ class BlockPool:
         sequence.blocks = found + [self._take() for _ in range(missing)]
         sequence.committed = len(found)
         sequence.computed = len(found) * BLOCK
+        sequence.drafted = (
+            next((at for at, block in enumerate(found) if block not in self._drafted), len(found)) * BLOCK
+        )
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """See to it that its blocks have room for all its tokens; False if a block is missing and none is free."""
-        while len(sequence.blocks) * BLOCK < len(sequence.tokens):
+    def grow(self, sequence: Sequence, drafts: int = 0) -> bool:
+        """See to it that its blocks have room for all its tokens and so many drafts.
+
+        False if a block is missing and none is free.
+        """
+        while len(sequence.blocks) * BLOCK < len(sequence.tokens) + drafts:
             if not self.num_free:
                 return False
             sequence.blocks.append(self._take())
@@ -116,9 +126,15 @@ class BlockPool:
                 self._hold(known)
                 self._drop(block)
                 sequence.blocks[index] = known
+                if known not in self._drafted:
+                    sequence.drafted = min(sequence.drafted, index * BLOCK)
             else:
                 return  # a collision: this block and all that continue it stay private
             sequence.committed += 1
+
+    def mark(self, sequence: Sequence) -> None:
+        """Remember of which of its committed blocks the draft model's KV exists."""
+        self._drafted.update(sequence.blocks[: min(sequence.committed, sequence.drafted // BLOCK)])
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; what it committed stays cached. It forgets its KV."""
@@ -168,6 +184,7 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             del self._index[self._contents.pop(block).digest]
         self._refs[block] = 1
+        self._drafted.discard(block)
         return block
 
     def _hold(self, block: int) -> None:

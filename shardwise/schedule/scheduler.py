@@ -6,11 +6,28 @@ Knows neither ranks nor text: it emits Steps, takes StepResults, and owns the tr
 from __future__ import annotations
 
 from bisect import insort
+from typing import NamedTuple
 
-from shardwise.config import BLOCK
+from shardwise.config import BLOCK, MAX_DRAFTS, Speculation
 from shardwise.schedule.blocks import BlockPool
+from shardwise.schedule.gate import Gate
 from shardwise.schedule.sequence import Request, Sequence
-from shardwise.schedule.step import Chunk, Step, StepResult
+from shardwise.schedule.speculation import Speculator
+from shardwise.schedule.step import Chunk, Logprob, Step, StepResult
+
+
+class News(NamedTuple):
+    """What a step brought one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]
+    """New tokens, the one that ended it included."""
+    logits: list[bytes]
+    """Of each token, where asked for."""
+    logprobs: list[Logprob]
+    """Of each token, where asked for."""
+    prompt_logprobs: list[Logprob]
+    """Of the next tokens of the prompt, where asked for; the prompt's first token has none."""
 
 
 class Scheduler:
@@ -18,6 +35,7 @@ class Scheduler:
 
     Sizes are in tokens but for ``num_blocks`` (KV blocks) and ``num_in_flight``, the steps that the ranks can work on
     at once: their pipeline stages. ``eos`` ends a sequence unless it ignores that. ``secret`` keys the prefix cache.
+    ``speculation`` says where drafts come from; no draft is made beyond ``max_draft_len`` tokens of a sequence.
 
     Why there is no deadlock: a sequence is admitted with blocks for all its tokens and later needs one at a time. A
     sequence short of a block takes those of the latest arrived that is not in flight, never of an earlier one; and no
@@ -38,18 +56,21 @@ class Scheduler:
         eos: frozenset[int],
         vocab_size: int,
         secret: bytes,
+        speculation: Speculation | None = None,
+        max_draft_len: int | None = None,
     ) -> None:
         assert min(num_blocks, max_model_len, max_batch_tokens, max_chunk, max_num_seqs, num_in_flight, vocab_size) >= 1
         self.epoch = 0
         self.pool = BlockPool(num_blocks, secret, prefix_cache)
-        self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._max_chunk = max_chunk
         # A step's share of the sequences then never exceeds its rows.
         self._max_num_seqs = min(max_num_seqs, max_batch_tokens * num_in_flight)
         self._num_in_flight = num_in_flight
-        self._eos = eos
-        self._vocab_size = vocab_size
+        optimal = speculation is not None and speculation.accept == "optimal"
+        self._gate = Gate(max_model_len, num_blocks, vocab_size, eos, optimal)
+        self.speculator = Speculator(speculation) if speculation is not None else None
+        self._max_draft_len = max_draft_len or max_model_len
         self._num_added = 0
         self._num_steps = 0
         self._sequences: dict[int, Sequence] = {}  # unfinished, by request id
@@ -78,76 +99,121 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request in the line. ValueError with the remedy if it can never run."""
-        self._validate(request)
-        params = request.params
-        self._sequences[request.id] = sequence = Sequence(
-            request,
-            arrival=self._num_added,
-            max_len=self._max_len(request),
-            stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
-        )
+        if request.id in self._sequences:
+            raise ValueError(f"request id {request.id} is in use: choose another, or wait until that request is done")
+        sequence = self._gate.admit(request, self._num_added)
+        if self.speculator is not None:
+            sequence.drafting = self.speculator.begin()
+        self._sequences[request.id] = sequence
         self._num_added += 1
         self._waiting.append(sequence)
 
     def schedule(self) -> Step | None:
         """The next step, or None if nothing can run before a result comes (or nothing is left to run).
 
-        Decodes go first, then chunks of prompts, then new sequences. When several steps may be in flight, a step leaves
-        to the others their share of the sequences, and takes the least recently served. A sequence whose next token is
-        still to be sampled waits for that; the chunks of a long prompt follow each other through the stages.
+        Drafts go first, until all sequences that decode have theirs; then decodes, which verify them, then chunks of
+        prompts, then new sequences. When several steps may be in flight, a step leaves to the others their share of the
+        sequences, and takes the least recently served. A sequence whose next token is still to be sampled waits for
+        that; the chunks of a long prompt follow each other through the stages.
         """
         if len(self._steps) >= self._num_in_flight:
             return None
-        number = self._num_steps
-        chunks: list[Chunk] = []
-        taken: list[Sequence] = []
-        budget = self._max_batch_tokens
-
-        def take(sequence: Sequence) -> int:
-            start = sequence.computed + sequence.in_flight
-            count = min(sequence.num_left, self._max_chunk, budget)
-            sampling = sequence.sampling if count == sequence.num_left else None
-            tokens = sequence.tokens[start : start + count]
-            sequence.in_flight += count
-            sequence.served = number
-            chunks.append(Chunk(sequence.request.id, start, tokens, sequence.blocks.copy(), sampling))
-            taken.append(sequence)
-            return len(tokens)
-
         ready = [sequence for sequence in self._running if sequence.num_left]
         num_flying = len(self._running) - len(ready)
         share = self._share(len(self._running), num_flying)
         if len(ready) > share:
             ready.sort(key=lambda sequence: sequence.served)
+        decodes = [sequence for sequence in ready if sequence.num_left == 1]
+        if self.speculator is not None:
+            chunks = self._draft(self.speculator, decodes, share)
+            if chunks:
+                return self._emit(chunks, draft=True)
+
+        chunks = []
+        budget = self._max_batch_tokens
         longer: list[Sequence] = []
         for sequence in ready:
-            if len(taken) + len(longer) == share:
+            if len(chunks) + len(longer) == share:
                 break
             if sequence.num_left > 1:
                 longer.append(sequence)
             elif self._make_room(sequence):
-                budget -= take(sequence)
+                budget -= self._take(chunks, sequence, budget - max(0, min(share, len(decodes)) - len(chunks) - 1))
         for sequence in longer:
             if budget and sequence.blocks:  # else preempted by one of the decodes
-                budget -= take(sequence)
+                budget -= self._take(chunks, sequence, budget)
 
         share = self._share(min(len(self._running) + len(self._waiting), self._max_num_seqs), num_flying)
-        while self._waiting and budget and len(taken) < share and len(self._running) < self._max_num_seqs:
+        while self._waiting and budget and len(chunks) < share and len(self._running) < self._max_num_seqs:
             # A block to spare for each running sequence keeps the newcomer from being preempted at once.
             if not self.pool.admit(self._waiting[0], spare=len(self._running)):
                 break
             sequence = self._waiting.pop(0)
             insort(self._running, sequence, key=_arrival)
-            budget -= take(sequence)
+            budget -= self._take(chunks, sequence, budget)
+        return self._emit(chunks) if chunks else None
 
-        if not taken:
-            return None
+    def _take(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        """Add what a sequence can compute within ``budget`` rows; returns the rows."""
+        start = sequence.computed + sequence.in_flight
+        count = min(sequence.num_left, self._max_chunk, budget)
+        most = min(self._max_chunk, budget) - count
+        drafts = sequence.drafts[:most]
+        while drafts and not self.pool.grow(sequence, len(drafts)):
+            drafts.pop()  # nobody is preempted for a guess
+        chunk = sequence.chunk(start, count, drafts)
+        sequence.in_flight += count
+        chunks.append(chunk)
+        return len(chunk.tokens)
+
+    def _draft(self, speculator: Speculator, decodes: list[Sequence], share: int) -> list[Chunk]:
+        """Chunks of a draft pass for the sequences that want more drafts; no chunks when all have theirs."""
+        chunks: list[Chunk] = []
+        budget = self._max_batch_tokens
+        for sequence in decodes:
+            drafting = sequence.drafting
+            assert drafting is not None
+            if sequence.in_flight:
+                continue  # the rest of its prompt is being computed
+            if sequence.wanted is None:
+                room = min(sequence.max_len, self._max_draft_len) - len(sequence.tokens) - 1
+                most = min(MAX_DRAFTS, self._max_chunk - 1, room)
+                sequence.wanted = speculator.length(drafting, min(len(decodes), share), most) if most > 0 else 0
+                if sequence.wanted and not speculator.on_ranks:
+                    self._keep_drafts(sequence, speculator.propose(drafting, sequence.tokens, sequence.wanted))
+                    sequence.wanted = 0
+            if len(sequence.drafts) >= sequence.wanted or len(chunks) == share or not budget:
+                continue
+            if not self.pool.grow(sequence, len(sequence.drafts)):
+                sequence.wanted = len(sequence.drafts)
+                continue
+            start = max(sequence.drafted, sequence.computed if speculator.shares_kv else 0)
+            count = min(len(sequence.tokens) + len(sequence.drafts) - start, self._max_chunk, budget)
+            chunks.append(sequence.chunk(start, count, draft=True))
+            sequence.in_flight += 1
+            budget -= count
+        return chunks
+
+    def _keep_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Its drafts are now ``drafts``, without an end token, which is drawn and not verified, and what follows it."""
+        ends = (at for at, token in enumerate(drafts) if token in sequence.stops)
+        usable = next(ends, len(drafts))
+        if sequence.constraint is not None and usable:
+            usable = len(sequence.constraint.masks(sequence.tokens, drafts[:usable])) - 1
+        if usable < len(drafts):
+            sequence.wanted = usable
+        sequence.drafts = drafts[:usable]
+
+    def _emit(self, chunks: list[Chunk], draft: bool = False) -> Step:
+        number = self._num_steps
         self._num_steps += 1
-        self._steps[number] = taken
-        return Step(self.epoch, number, chunks)
+        self._steps[number] = taken = [self._sequences[chunk.sequence] for chunk in chunks]
+        for sequence in taken:
+            sequence.served = number
+        return Step(self.epoch, number, chunks, draft)
 
-    def update(self, step: Step, result: StepResult) -> list[tuple[Sequence, list[int]]]:
-        """Apply a result: the sequences that it gave tokens to, each with its new tokens.
+    def update(self, step: Step, result: StepResult) -> list[News]:
+        """Apply a result: the sequences that it gave tokens or scores to, or ended.
 
         A token that ends its sequence is kept. What concerns an earlier epoch or a finished sequence is ignored.
         """
@@ -155,19 +221,51 @@ class Scheduler:
         if step.epoch != self.epoch:
             return []
         assert next(iter(self._steps), None) == step.number, "results come in the order of the steps"
-        news: list[tuple[Sequence, list[int]]] = []
-        for sequence, chunk, tokens in zip(self._steps.pop(step.number), step.chunks, result.tokens, strict=True):
+        news: list[News] = []
+        rows = zip(step.chunks, result.tokens, result.logits, result.logprobs, strict=True)
+        for sequence, (chunk, tokens, logits, logprobs) in zip(self._steps.pop(step.number), rows, strict=True):
+            assert bool(tokens) == (chunk.sampling is not None), (chunk, tokens)
             if sequence.finish_reason is not None:
                 continue
-            assert bool(tokens) == (chunk.sampling is not None), (chunk, tokens)
-            sequence.in_flight -= len(chunk.tokens)
-            sequence.computed += len(chunk.tokens)
+            if step.draft:
+                self._add_draft(sequence, chunk, tokens)
+                continue
+            scores = logprobs[: len(chunk.scored)][max(0, sequence.scored - chunk.start) :]
+            sequence.scored += len(scores)
+            known = len(chunk.tokens) - chunk.drafts
+            sequence.in_flight -= known
+            sequence.computed += known + max(0, len(tokens) - 1)
+            taken = sequence.extend(tokens)
+            sequence.computed = min(sequence.computed, len(sequence.tokens))
+            sequence.drafted = min(sequence.drafted, sequence.computed)
+            if not taken and sequence.computed == sequence.max_len:
+                sequence.finish_reason = "length"
             self.pool.commit(sequence)
-            if tokens:
-                news.append((sequence, sequence.extend(tokens)))
+            if tokens and self.speculator is not None and sequence.drafting is not None:
+                if known == 1:
+                    self.speculator.record(sequence.drafting, chunk.drafts, len(tokens) - 1)
+                sequence.drafts, sequence.wanted = [], None
+            if taken or scores or sequence.finish_reason is not None:
+                drawn = logprobs[len(chunk.scored) :][: len(taken)]
+                news.append(News(sequence, taken, logits[: len(taken)], drawn, scores))
             if sequence.finish_reason is not None:
                 self._remove(sequence)
         return news
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learn what a step cost, for the number of drafts that pays."""
+        if self.speculator is None or not all(len(chunk.tokens) - chunk.drafts <= 2 for chunk in step.chunks):
+            return  # prompts are among them
+        if all(chunk.sampling is not None for chunk in step.chunks):
+            self.speculator.observe(step.draft, len(step.chunks), step.num_tokens, seconds)
+
+    def _add_draft(self, sequence: Sequence, chunk: Chunk, tokens: list[int]) -> None:
+        sequence.in_flight -= 1
+        sequence.drafted = chunk.start + len(chunk.tokens)
+        if tokens:
+            self._keep_drafts(sequence, [*sequence.drafts, *tokens])
+        if self.speculator is not None and not self.speculator.shares_kv:
+            self.pool.mark(sequence)
 
     def finish(self, sequence_id: int, reason: str) -> Sequence | None:
         """End a sequence and free its blocks at once; None if there is no such unfinished sequence.
@@ -175,7 +273,7 @@ class Scheduler:
         This holds in flight too: ranks run steps in order, so a later step may have the blocks. The late result of the
         earlier one is ignored, and its KV never becomes reusable.
         """
-        assert reason in ("stop", "length", "abort"), reason
+        assert reason in ("stop", "length", "abort", "error"), reason
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             sequence.finish_reason = reason
@@ -205,9 +303,10 @@ class Scheduler:
         assert set(flying) == {sequence for sequence in self._running if sequence.in_flight}
         for sequence in self._running:
             assert sequence.blocks
-            assert 0 <= sequence.computed < len(sequence.tokens) < sequence.max_len, sequence
+            assert 0 <= sequence.computed < len(sequence.tokens) <= sequence.max_len, sequence
             assert 0 <= sequence.in_flight <= len(sequence.tokens) - sequence.computed, sequence
             assert sequence.computed + sequence.in_flight <= len(sequence.blocks) * BLOCK, sequence
+            assert sequence.drafted <= len(sequence.tokens) + len(sequence.drafts), sequence
         for sequence in self._waiting:
             assert not sequence.blocks
             assert sequence.computed == sequence.in_flight == sequence.committed == 0, sequence
@@ -217,9 +316,6 @@ class Scheduler:
         """The most sequences for one step: an even part of all, and of those not in flight for the steps still free."""
         num_open = self._num_in_flight - len(self._steps)
         return min(-(-num_sequences // self._num_in_flight), -(-(num_sequences - num_flying) // num_open))
-
-    def _max_len(self, request: Request) -> int:
-        return min(len(request.prompt) + request.params.max_tokens, self._max_model_len)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt until a sequence has room for its tokens; False if it must wait for those in flight."""
@@ -236,31 +332,6 @@ class Scheduler:
         del self._sequences[sequence.request.id]
         (self._running if sequence.blocks else self._waiting).remove(sequence)
         self.pool.release(sequence)
-
-    def _validate(self, request: Request) -> None:
-        prompt, params, room = request.prompt, request.params, self._max_model_len
-        if request.id in self._sequences:
-            raise ValueError(f"request id {request.id} is in use: choose another, or wait until that request is done")
-        if not prompt:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(prompt) >= room:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {room}: "
-                f"shorten it to at most {room - 1} tokens, or raise max_model_len if the model allows it"
-            )
-        named = {"the prompt": prompt, "stop_token_ids": params.stop_token_ids}
-        for name, tokens in named.items():
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-                wrong = next(token for token in tokens if not 0 <= token < self._vocab_size)
-                raise ValueError(f"{name}: token id {wrong} is outside the vocabulary: 0 to {self._vocab_size - 1}")
-        needed = -(-(self._max_len(request) - 1) // BLOCK)  # the last token is never fed back
-        if needed > self.pool.num_blocks:
-            most = self.pool.num_blocks * BLOCK
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens with max_tokens {params.max_tokens} needs {needed} KV blocks of "
-                f"{BLOCK} tokens, and there are {self.pool.num_blocks}: lower max_tokens or shorten the prompt to "
-                f"{most + 1} tokens together, or raise kv_tokens to at least {needed * BLOCK}"
-            )
 
 
 def _arrival(sequence: Sequence) -> int:

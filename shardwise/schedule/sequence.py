@@ -5,11 +5,16 @@ Knows no policy: who runs when is the scheduler's business, and which block is w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from shardwise.params import SamplingParams
-from shardwise.schedule.step import Sampling
+from shardwise.schedule.constraint import Constraint, Matcher
+from shardwise.schedule.speculation import Drafting
+from shardwise.schedule.step import Chunk, Sampling
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,10 @@ class Request:
     """Cached KV is shared only between requests of equal salt."""
     want_logits: bool = False
     """Return the raw logits of each sampled row."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """``params.bad_words`` in tokens."""
+    matcher: Matcher | None = None
+    """The grammar of ``params`` at its start, for this request alone."""
 
 
 @dataclass(eq=False)
@@ -39,13 +48,18 @@ class Sequence:
     """The number of tokens, prompt included, at which it ends with "length"."""
     stops: frozenset[int]
     """Tokens that end it with "stop"."""
+    constraint: Constraint | None
+    drafting: Drafting | None = None
+    """Its part in speculation, if there is any."""
+    optimal: bool = False
+    """Accept drafts by rejection sampling."""
     tokens: list[int] = field(init=False)
     """Prompt and generated tokens."""
     sampling: Sampling = field(init=False)
     computed: int = 0
     """Tokens whose KV exists."""
     in_flight: int = 0
-    """Tokens handed to a step whose result is due."""
+    """Tokens handed to a step whose result is due; drafts don't count."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks in order: held while running, empty while waiting."""
     committed: int = 0
@@ -54,8 +68,18 @@ class Sequence:
     """The pool's memory of the digest chain of ``tokens``, from its root, as far as it was needed."""
     served: int = -1
     """Number of the last step that it had a part in."""
+    scored: int = 0
+    """Prompt tokens after the first whose log-probabilities have come."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of the tokens that follow, to be verified."""
+    wanted: int | None = None
+    """Drafts to be collected before the next verification; None: not decided yet."""
+    drafted: int = 0
+    """Tokens, drafts included, whose KV of the draft model exists."""
     finish_reason: str | None = None
-    """None while unfinished, then "stop", "length" or "abort"."""
+    """None while unfinished, then "stop", "length", "abort" or "error"."""
+    error: str = ""
+    """A sentence to go with "error"."""
 
     def __post_init__(self) -> None:
         params = self.request.params
@@ -67,6 +91,14 @@ class Sequence:
             min_p=params.min_p,
             seed=self.request.seed,
             logits=self.request.want_logits,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repetition=params.repetition_penalty,
+            num_prompt=len(self.request.prompt),
+            biased=[token for token, _ in params.logit_bias],
+            biases=[bias for _, bias in params.logit_bias],
+            optimal=self.optimal,
         )
 
     @property
@@ -84,19 +116,66 @@ class Sequence:
         """The generated tokens, including the one that stopped it."""
         return self.tokens[len(self.request.prompt) :]
 
+    @property
+    def to_score(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted in all; those before ``scored`` have come."""
+        return 0 if self.request.params.prompt_logprobs is None else len(self.request.prompt) - 1
+
+    def chunk(self, start: int, count: int, drafts: Items[int] = (), *, draft: bool = False) -> Chunk:
+        """``count`` tokens (and drafts already made, for a ``draft`` pass) from ``start``, then ``drafts`` to verify.
+
+        It samples if it reaches the end of the sequence and there is room for a token; then drafts that the
+        constraint doesn't allow are left out.
+        """
+        line = self.tokens + self.drafts if draft else self.tokens
+        ends = start + count == len(line) and len(self.tokens) < self.max_len
+        masks: list[bytes] = []
+        if ends and self.constraint is not None:
+            masks = self.constraint.masks(self.tokens, self.drafts if draft else drafts)
+            drafts = drafts[: len(masks) - 1]
+            masks = masks[-1:] if draft else masks if any(masks) else []
+        scored: list[int] = []
+        if not draft and self.scored < self.to_score:
+            scored = self.tokens[start + 1 : min(start + count, self.to_score) + 1]
+        return Chunk(
+            self.request.id,
+            start,
+            [*line[start : start + count], *drafts],
+            self.blocks.copy(),
+            (replace(self.sampling, logits=False, logprobs=-1) if draft else self.sampling) if ends else None,
+            len(drafts),
+            array("i", line[:start]).tobytes() if ends and self.sampling.penalises else b"",
+            masks,
+            scored,
+            self.request.params.prompt_logprobs or 0,
+        )
+
     def extend(self, tokens: Items[int]) -> list[int]:
         """Append sampled tokens up to the one that ends the sequence; returns those appended."""
-        for count, token in enumerate(tokens, start=1):
+        taken: list[int] = []
+        for token in tokens:
+            taken.append(token)
             self.tokens.append(token)
             if token in self.stops:
                 self.finish_reason = "stop"
-            elif len(self.tokens) >= self.max_len:
-                self.finish_reason = "length"
+            else:
+                self._advance(token)
+                if self.finish_reason is None and len(self.tokens) >= self.max_len:
+                    self.finish_reason = "length"
             if self.finish_reason is not None:
-                return list(tokens[:count])
-        return list(tokens)
+                break
+        return taken
 
     def forget(self) -> None:
         """Its KV is gone: everything is to be computed again, from the tokens it has."""
-        self.computed = self.in_flight = self.committed = 0
+        self.computed = self.in_flight = self.committed = self.drafted = 0
         self.blocks = []
+        self.drafts = []
+        self.wanted = None
+
+    def _advance(self, token: int) -> None:
+        if self.constraint is not None:
+            self.constraint.advance(token)
+            ended = self.constraint.ended(self.tokens)
+            if ended is not None:
+                self.finish_reason, self.error = ended

@@ -22,16 +22,23 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
         self.stopped = False
         """A stop string is complete; nothing more will come."""
+        self.received = 0
+        """Characters that the tokens so far have begun, and of these how many have been returned."""
+        self.released = 0
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = [_Stop(text) for text in stop]
         self._held = ""
+        self._decoded = 0
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that is now certain."""
         if self.stopped or token in self._tokenizer.special:
             return ""
-        return self._release(self._decoder.decode(self._tokenizer.spell(token)))
+        text = self._decoder.decode(self._tokenizer.spell(token))
+        self._decoded += len(text)
+        self.received = self._decoded + bool(self._decoder.getstate()[0])  # half a character counts as one
+        return self._release(text)
 
     def finish(self) -> str:
         """The rest of the text when no token will follow; an incomplete character becomes U+FFFD, as in ``decode``."""
@@ -42,6 +49,11 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
+        text = self._certain(text)
+        self.released += len(text)
+        return text
+
+    def _certain(self, text: str) -> str:
         if not self._stops:
             return text
         known = len(self._held)

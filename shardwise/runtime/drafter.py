@@ -1,0 +1,58 @@
+"""The decoder of one rank that guesses tokens cheaply: another model, or the target's own layers or rounded weights.
+
+Knows how it stands to the target's vocabulary and KV cache; which guesses are wanted or taken is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shardwise.config import Coordinates
+from shardwise.kernels.ops import Ops
+from shardwise.models.batch import Batch
+from shardwise.parallel.axis import Axis
+from shardwise.runtime.part import Part, make_part
+from shardwise.runtime.spec import RunnerSpec
+
+
+class Drafter:
+    """The draft decoder of ``spec.draft`` beside ``target``, this rank's part of the model; ``tp`` is its axis.
+
+    Positions must stay below the ``max_len`` of its plan. Stages send and receive [M, ``hidden_size``].
+    """
+
+    def __init__(self, spec: RunnerSpec, coordinates: Coordinates, tp: Axis, ops: Ops, target: Part) -> None:
+        draft = spec.draft
+        assert draft is not None
+        if draft.layers is not None:
+            self.part = target.first(draft.layers)
+        elif draft.model is None or draft.index is None:
+            rounded = msgspec.structs.replace(spec, dtype=draft.dtype)
+            self.part = make_part(rounded, coordinates, tp, ops, target.cache)
+        else:
+            own = msgspec.structs.replace(spec, model=draft.model, index=draft.index, dtype=draft.dtype, stages=None)
+            self.part = make_part(own, coordinates, tp, ops)
+        self.hidden_size = self.part.config.hidden_size
+        self.vocabs = self.part.shard.vocabs
+        """Vocabulary rows of every tp rank, for the sampler: the draft's own, which may be more or fewer in all."""
+        ours, theirs = self.part.config.vocab_size, target.config.vocab_size
+        self._num_known = ours if ours < theirs else None
+        self._fence = max(theirs - self.part.shard.vocab.start, 0) if ours > theirs else None
+
+    def load(self) -> int:
+        """Read what the target did not read; bytes. Raises LoadError."""
+        return self.part.load()
+
+    def __call__(self, received: Tensor | None, batch: Batch) -> Tensor:
+        """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden], or logits [R, own rows] on the last.
+
+        Ids that only the target knows are read as 0; logits of ids that only the draft knows are -inf.
+        """
+        if self._num_known is not None:
+            batch = batch._replace(ids=batch.ids.masked_fill(batch.ids >= self._num_known, 0))
+        out = self.part(received, batch)
+        if self._fence is not None and self.part.shard.last:
+            out[:, self._fence :] = -torch.inf
+        return out

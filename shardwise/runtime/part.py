@@ -1,0 +1,73 @@
+"""One rank's part of one model: its decoder, its KV cache, and the checkpoint slices that fill it.
+
+Knows nothing of steps, sampling or other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.config import Coordinates, Layout
+from shardwise.kernels.ops import Ops
+from shardwise.models.batch import KV, Batch
+from shardwise.models.config import ModelConfig
+from shardwise.models.decoder import Decoder, build
+from shardwise.models.families.table import make_plan
+from shardwise.models.shard import Shard, make_shard
+from shardwise.parallel.axis import Axis
+from shardwise.parallel.placement import Plan
+from shardwise.runtime.spec import RunnerSpec
+from shardwise.weights.checkpoint import Checkpoint, Index
+from shardwise.weights.load import load
+
+
+@dataclass(frozen=True)
+class Part:
+    """See the file's sentence. Weights are zero until ``load``."""
+
+    config: ModelConfig
+    shard: Shard
+    decoder: Decoder
+    cache: Sequence[KV]
+    """Of each of the decoder's layers, in order."""
+    plan: Plan
+    """The parameters that ``load`` reads, and from where in ``index``."""
+    index: Index
+
+    def load(self) -> int:
+        """Read this rank's slices; the bytes read. Raises LoadError."""
+        checkpoint = Checkpoint(self.index)
+        try:
+            load(checkpoint, self.plan, self.decoder.write)
+        finally:
+            checkpoint.close()
+        return checkpoint.bytes_read
+
+    def __call__(self, received: Tensor | None, batch: Batch) -> Tensor:
+        """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden], or logits [R, own rows] on the last."""
+        return self.decoder(received, self.cache, batch)
+
+    def first(self, layers: int) -> Part:
+        """The part of the model without the layers from number ``layers`` on; it shares all with this one."""
+        decoder = self.decoder.first(layers)
+        return Part(self.config, self.shard, decoder, self.cache[: len(decoder.layers)], {}, self.index)
+
+
+def make_part(
+    spec: RunnerSpec, coordinates: Coordinates, tp: Axis, ops: Ops, cache: Sequence[KV] | None = None
+) -> Part:
+    """The part of ``spec``'s model at one place of the mesh, writing to ``cache`` or else to one of its own."""
+    config = ModelConfig.from_dict(spec.model)
+    shard = make_shard(config, Layout(tp=spec.tp, pp=spec.pp), coordinates.tp, coordinates.pp, spec.split, spec.stages)
+    plan = make_plan(config, shard)
+    device = torch.device(spec.device)
+    positions = min(spec.max_model_len, config.max_positions)
+    decoder = build(config, shard, plan, tp, ops, getattr(torch, spec.dtype), positions, device)
+    if cache is None:
+        size = spec.num_blocks, shard.kv_heads.size, config.head_dim
+        cache = [KV(*ops.cache(*size, device)) for _ in range(shard.layers.size)]
+    return Part(config, shard, decoder, cache, plan, spec.index)

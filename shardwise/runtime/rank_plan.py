@@ -1,0 +1,63 @@
+"""What each rank of a replica will hold of one model, in bytes: arithmetic on numbers that the headers gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.config import EngineConfig
+from shardwise.models.config import ModelConfig
+from shardwise.models.families.table import make_plan
+from shardwise.models.shard import Shard, make_shard
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank will hold."""
+
+    tp: int
+    pp: int
+    shard: Shard
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+def compute_bytes(dtype: str) -> int:
+    """Bytes of one activation or cached number beside weights of ``dtype``: float32, or float64 with float64."""
+    return max(BYTES[dtype], 4)
+
+
+def plan_ranks(
+    config: ModelConfig, engine: EngineConfig, dtype: str, stages: Sequence[int] | None
+) -> tuple[RankPlan, ...]:
+    """Every rank of a replica in rank order, with weights of ``dtype`` and so many layers per stage."""
+    layout = engine.layout
+    return tuple(
+        _plan_rank(config, make_shard(config, layout, tp, pp, engine.split, stages), dtype, tp, pp)
+        for pp in range(layout.pp)
+        for tp in range(layout.tp)
+    )
+
+
+def row_bytes(config: ModelConfig, ranks: Sequence[RankPlan], dtype: str) -> int:
+    """The most bytes that one row of a batch takes in a rank's share of a sum."""
+    nodes = max(len(chunks.tree.nodes(rank.tp)) for rank in ranks for chunks in rank.shard.sums)
+    return config.hidden_size * compute_bytes(dtype) * nodes
+
+
+def _plan_rank(config: ModelConfig, shard: Shard, dtype: str, tp: int, pp: int) -> RankPlan:
+    plan = make_plan(config, shard)
+    parameters = sum(placement.size for placements in plan.values() for placement in placements)
+    matrices = sum(p.size for placements in plan.values() for p in placements if p.cols is not None)
+    compute = compute_bytes(dtype)  # vectors and the cache are kept in the compute dtype
+    return RankPlan(
+        tp=tp,
+        pp=pp,
+        shard=shard,
+        parameters=parameters,
+        weight_bytes=matrices * BYTES[dtype] + (parameters - matrices) * compute,
+        kv_bytes_per_token=shard.layers.size * shard.kv_heads.size * 2 * config.head_dim * compute,
+    )
