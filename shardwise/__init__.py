@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import EngineConfig, Layout
+from shardwise.config import EngineConfig, Layout, Speculation
 from shardwise.params import SamplingParams
 
 if TYPE_CHECKING:
     from shardwise.engine import Output
-    from shardwise.llm import LLM, RequestOutput
+    from shardwise.llm import LLM
+    from shardwise.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "Layout", "Output", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Layout",
+    "Output",
+    "RequestOutput",
+    "SamplingParams",
+    "Speculation",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,16 +6,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from click.core import ParameterSource
 
-from shardwise.config import DTYPES, EngineConfig, Layout
+from shardwise.config import DTYPES, EngineConfig, Layout, Speculation
 from shardwise.params import SamplingParams
-from shardwise.rows import document, read_rows, submit_row, timings_of
+from shardwise.progress import status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,18 +62,36 @@ def main() -> None:
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; several run together.")] = None,
     model: ModelOption = "smollm2",
     layout: LayoutOption = "1",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate; 0 only scores the prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability; 1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the best; 0 is off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens on every layout.")] = None,
+    n: Annotated[int, typer.Option(help="Independent continuations of each prompt.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token id; several times.")] = None,
+    stop_token_ids: Annotated[list[int] | None, typer.Option("--stop-token-id", help="End at this token.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the model's end tokens.")] = False,
+    min_tokens: Annotated[int, typer.Option(help="No end token before so many tokens.")] = 0,
+    presence_penalty: Annotated[float, typer.Option(help="Lower the logits of tokens generated before, once.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same for every time that they were generated.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Divide logits of prompt and generated tokens.")] = 1.0,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS, -100 to 100; several times.")] = None,
+    allowed_token_ids: Annotated[list[int] | None, typer.Option("--allowed-token-id", help="Only these.")] = None,
+    bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Never this text; several times.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of tokens and so many likeliest.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
+    echo: Annotated[bool, typer.Option(help="Begin the text with the prompt.")] = False,
+    json_schema: Annotated[Path | None, typer.Option(help="A file: the text is JSON of this schema.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole text matches this expression.")] = None,
+    ebnf: Annotated[Path | None, typer.Option(help="A file: the text obeys this grammar (GBNF or Lark).")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The text is one of these; several times.")] = None,
+    json_object: Annotated[bool, typer.Option(help="The text is a JSON object.")] = False,
+    generation_config: Annotated[bool, typer.Option(help="Take defaults from generation_config.json.")] = True,
     chat: Annotated[bool, typer.Option(help="Each prompt is a user's message, put through the chat template.")] = False,
     input: Annotated[Path | None, typer.Option(help="JSON lines with prompt or messages, and sampling fields.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON lines, one per input line, in order.")] = None,
@@ -88,112 +107,34 @@ def generate(
     max_chunk: Annotated[int, typer.Option(help="Most new tokens of one sequence in one step.")] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences running at once.")] = 256,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of equal beginnings.")] = True,
+    speculate: Annotated[str | None, typer.Option(help="draft=MODEL, ngram or self, then ,k=auto and more.")] = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is generated (one prompt).")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts, or answer them with --chat."""
-    base: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-        "stop_token_ids": tuple(stop_token_id or ()),
-        "ignore_eos": ignore_eos,
-    }
-    SamplingParams(**base)
-    rows: Iterator[dict[str, Any] | str]
-    if input is not None:
-        if prompts:
-            raise ValueError("give prompts or --input, not both")
-        rows = read_rows(input)
-    elif prompts:
-        key = "messages" if chat else "prompt"
-        rows = iter([{key: [{"role": "user", "content": text}] if chat else text} for text in prompts])
-    else:
-        raise ValueError("nothing to do: give a prompt or --input FILE.jsonl")
-    if output is not None and (as_json or stream):
-        raise ValueError("--output writes JSON lines; leave out --json and --stream")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no directory {output.parent}; make it first")
-    if stream and (as_json or input is not None or len(prompts or ()) != 1):
-        raise ValueError("--stream prints one prompt's text; give exactly one prompt, without --json")
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "kernels": kernels,
-        "threads": threads,
-        "split": _numbers("split", split, float),
-        "stages": _numbers("stages", stages, int),
-        "max_model_len": max_model_len,
-        "kv_tokens": kv_tokens,
-        "max_batch_tokens": max_batch_tokens,
-        "max_chunk": max_chunk,
-        "max_num_seqs": max_num_seqs,
-        "prefix_cache": prefix_cache,
-    }
-    EngineConfig(layout=Layout.parse(layout), **settings)
-    with _status("starting") as say:
-        from shardwise.llm import LLM
+    from shardwise.generate import Job, run
 
-        llm = LLM(model, layout, on_progress=say, **settings)
-    with llm:
-        chosen = llm.figures[0][0]["kernels"]
-        if kernels == "auto" and str(chosen).startswith("torch"):
-            print(f"shardwise: {chosen}", file=sys.stderr)
-        _say(f"{llm.source.resolved.source} · layout {llm.plan.engine.layout} · {llm.plan.dtype} · {llm.load_s:.1f} s")
-        numbers: list[int | str] = []
-        for index, row in enumerate(rows):
-            try:
-                numbers.append(submit_row(llm, row, base, index))
-            except ValueError as error:
-                if input is None and not as_json:
-                    raise
-                numbers.append(str(error))
-        if stream:
-            assert isinstance(numbers[0], int)
-            for piece in llm.pieces(numbers[0]):
-                print(piece.text, end="", flush=True)
-            print()
-            return
-        done = []
-        failed = 0
-        sink = output.open("w", encoding="utf-8") if output is not None else None
-        documents = []
-        try:
-            with _progress(len(numbers)) as advance:
-                for index, number in enumerate(numbers):
-                    if isinstance(number, int):
-                        result = llm.result(number)
-                        done.append(result)
-                        entry = document(result)
-                    else:
-                        failed += 1
-                        entry = {"index": index, "error": number}
-                    advance()
-                    if sink is not None:
-                        print(json.dumps(entry, ensure_ascii=False), file=sink, flush=True)
-                    else:
-                        documents.append(entry)
-        finally:
-            if sink is not None:
-                sink.close()
-        timings = timings_of(llm.load_s, done)
-        if as_json:
-            whole = {"model": llm.source.resolved.source, "layout": str(llm.plan.engine.layout), "outputs": documents}
-            print(json.dumps({**whole, "timings": timings}, ensure_ascii=False))
-        elif sink is None:
-            for entry in documents:
-                if len(documents) > 1:
-                    print(f"── {entry['index']}")
-                print(entry.get("text", f"error: {entry.get('error')}"))
-        _say(f"{timings['generated_tokens']} tokens · {timings['decode_tokens_per_s']:.1f} tokens/s")
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    asked = {item.name: given[item.name] for item in fields(SamplingParams) if item.name in given}
+    if logit_bias is not None:
+        asked["logit_bias"] = _biases(logit_bias)
+    for name, file in (("json_schema", json_schema), ("ebnf", ebnf)):
+        if file is not None:
+            asked[name] = _text(f"--{name.replace('_', '-')}", file)
+    SamplingParams(**asked)
+    settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
+    settings |= {"layout": Layout.parse(layout), "split": _numbers("split", split, float)}
+    settings |= {"stages": _numbers("stages", stages, int)}
+    settings |= {"speculate": Speculation.parse(speculate) if speculate is not None else None}
+    EngineConfig(**settings)
+    job = Job(model, settings, asked, generation_config, prompts or [], chat, input, output, stream, as_json)
+    failed, total = run(job)
     if failed:
-        if input is None:
-            raise ValueError(next(number for number in numbers if isinstance(number, str)))
-        _fail(f"{failed} of {len(numbers)} rows failed; the others are done", 1)
+        _fail(f"{failed} of {total} rows failed; the others are done", 1)
 
 
 @app.command()
@@ -219,7 +160,7 @@ def verify(
         named = [Layout.parse(text) for text in layouts.split(",")]
         sizes = _numbers("batches", batches, int) or ()
         steps = _numbers("chunks", chunks, int) or ()
-        with _status("verifying") as say:
+        with status("verifying") as say:
             report = verify_layouts(model, named, sizes, steps, max_tokens, tolerance, say, dtype=dtype, device=device)
     if as_json:
         print(json.dumps(report.document()))
@@ -264,35 +205,22 @@ def _numbers(name: str, text: str | None, kind: Callable[[str], Any]) -> tuple[A
         raise ValueError(f"--{name} must be numbers separated by commas, not {text!r}") from None
 
 
-def _say(text: str) -> None:
-    """A remark for people; quiet in a pipe."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr)
+def _text(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option} {file}: can't be read: {error}") from None
 
 
-@contextmanager
-def _status(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner whose text can be changed; quiet in a pipe."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text) as status:
-        yield status.update
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar over the prompts; quiet in a pipe and for a single one."""
-    if not sys.stderr.isatty() or total < 2:
-        yield lambda: None
-        return
-    from rich.progress import Progress
-
-    with Progress(transient=True) as progress:
-        task = progress.add_task("generating", total=total)
-        yield lambda: progress.advance(task)
+def _biases(pairs: list[str]) -> dict[int, float]:
+    found = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias must be ID=BIAS, such as 42=-100, not {pair!r}") from None
+    return found
 
 
 def _fail(text: str, code: int) -> NoReturn:

@@ -8,12 +8,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.config import EngineConfig, Layout
+from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.defaults import model_defaults
 from shardwise.engine import Engine, Output
+from shardwise.outputs import CompletionOutput, RequestOutput
 from shardwise.params import MAX_SEED, SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.launch import RunPlan, launch, plan_run
@@ -21,7 +23,6 @@ from shardwise.runtime.source import Source, open_source
 from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
 from shardwise.schedule.speculation import Tally
-from shardwise.schedule.step import Logprob
 from shardwise.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,61 +32,13 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
-@dataclass
-class CompletionOutput:
-    """One continuation of a prompt."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    """"stop" (an end token, a stop string or a complete grammar), "length" or "error"."""
-    logprobs: list[Logprob] = field(default_factory=list)
-    """Of each token, where asked for."""
-    logits: list[bytes] = field(default_factory=list, repr=False)
-    """Each token's raw logits row, where asked for."""
-    error: str = ""
-    """A sentence to go with "error"."""
-    drafts: Tally | None = None
-    """What became of its drafts, with speculation."""
-
-
-@dataclass
-class RequestOutput:
-    """A finished request. Times are in seconds on the monotonic clock."""
-
-    index: int
-    prompt: str
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    """Its n continuations."""
-    prompt_logprobs: list[Logprob] = field(default_factory=list)
-    """Of the prompt's tokens from the second one on, where asked for."""
-    submitted: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-
-    @property
-    def text(self) -> str:
-        """Of the first continuation, as are ``token_ids`` and ``finish_reason``."""
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the first continuation, the token that stopped it included."""
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Of the first continuation."""
-        return self.outputs[0].finish_reason
-
-
 class LLM:
     """A model on a layout.
 
     ``model`` is an alias (``smollm2``), a Hugging Face directory, a .gguf file or a hub id; ``layout`` such as
-    ``"tp2.pp2"``; ``settings`` are the other fields of EngineConfig. Raises ValueError, before any weight is read, for
+    ``"tp2.pp2"``; ``settings`` are the other fields of EngineConfig, ``speculate`` as text too (see Speculation.parse).
+    ``generation_config`` False leaves aside what the model's generation_config.json says: it gives the params of
+    requests that come without any. Raises ValueError, before any weight is read, for
     what cannot be done, LoadError for broken files and RankFailure if a rank does not start. Close it, or use it as a
     context manager, to end its ranks.
     """
@@ -96,13 +49,18 @@ class LLM:
         layout: str | Layout = "1",
         *,
         on_progress: Callable[[str], None] | None = None,
+        generation_config: bool = True,
         **settings: Any,
     ) -> None:
         started = time.monotonic()
+        if isinstance(settings.get("speculate"), str):
+            settings["speculate"] = Speculation.parse(settings["speculate"])
         config = EngineConfig(layout=Layout.parse(layout) if isinstance(layout, str) else layout, **settings)
         self.source = open_source(model)
         self.tokenizer = open_tokenizer(self.source)
         self.eos = self.source.eos | self.tokenizer.eos
+        self.defaults = model_defaults(self.source.generation if generation_config else {})
+        """What holds for fields that a request leaves open, where params aren't given as a whole."""
         self.plan = plan_run(self.source, config)
         if self.plan.draft is not None and self.plan.draft.source is not None:
             check_vocabulary(self.tokenizer, open_tokenizer(self.plan.draft.source))
@@ -150,7 +108,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield the pieces of one continuation as they come; leaving the loop early aborts the request."""
-        return self.pieces(self.submit(prompt, params or SamplingParams()))
+        return self.pieces(self.submit(prompt, params or SamplingParams(**self.defaults.fields)))
 
     def submit(
         self,
@@ -235,7 +193,8 @@ class LLM:
         items: Sequence[tuple[Prompt | None, Messages | None]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
+        default = params or SamplingParams(**self.defaults.fields)
+        each = list(default) if isinstance(default, Sequence) else [default] * len(items)
         if len(each) != len(items):
             raise ValueError(f"{len(items)} prompts need one SamplingParams or {len(items)}, not {len(each)}")
         numbers: list[int] = []

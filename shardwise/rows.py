@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.llm import LLM, RequestOutput
+from shardwise.llm import LLM
+from shardwise.outputs import CompletionOutput, RequestOutput
 from shardwise.params import SamplingParams
+from shardwise.schedule.step import Logprob
 
 Row = dict[str, Any] | str
 """A line's object, or what is wrong with the line."""
@@ -29,13 +31,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def submit_row(llm: LLM, row: Row, defaults: Mapping[str, Any], index: int) -> int:
-    """Hand one row to the model: ``prompt`` (text or token ids) or ``messages``, and sampling fields over ``defaults``.
+    """Hand one row to the model: ``prompt`` (text or token ids) or ``messages``, and sampling fields.
 
+    Its fields win over ``defaults``, which win over the model's own.
     Returns the request's number; ValueError says what is wrong with the row.
     """
     if isinstance(row, str):
         raise ValueError(row)
-    fields = {**defaults, **row}
+    fields = {**llm.defaults.fields, **defaults, **row}
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):
         raise ValueError("a row needs either prompt or messages")
@@ -51,24 +54,39 @@ def _are_ids(value: Any) -> bool:
 
 
 def document(result: RequestOutput) -> dict[str, Any]:
-    """A finished request as JSON-ready data."""
-    return {
-        "index": result.index,
-        "prompt": result.prompt,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_token_ids": result.prompt_token_ids,
-        "finish_reason": result.finish_reason,
-    }
+    """A finished request as JSON-ready data; ``outputs`` lists the n continuations where there are several."""
+    whole = {"index": result.index, "prompt": result.prompt, **_part(result.outputs[0])}
+    whole["prompt_token_ids"] = result.prompt_token_ids
+    if result.prompt_logprobs:
+        whole["prompt_logprobs"] = [None, *map(_logprob, result.prompt_logprobs)]  # the first token has none
+    if len(result.outputs) > 1:
+        whole["outputs"] = [{"index": part.index, **_part(part)} for part in result.outputs]
+    return whole
+
+
+def _part(part: CompletionOutput) -> dict[str, Any]:
+    found: dict[str, Any] = {"text": part.text, "token_ids": part.token_ids, "finish_reason": part.finish_reason}
+    if part.error:
+        found["error"] = part.error
+    if part.logprobs:
+        found["logprobs"] = [_logprob(item) for item in part.logprobs]
+    if part.drafts is not None:
+        found["drafts"] = part.drafts.document()
+    return found
+
+
+def _logprob(item: Logprob) -> dict[str, Any]:
+    top = [{"token_id": token, "logprob": logprob} for token, logprob in item.top]
+    return {"token_id": item.token, "logprob": item.logprob, "top": top}
 
 
 def timings_of(load_s: float, results: Sequence[RequestOutput]) -> dict[str, float | int]:
     """Seconds to load, to the first token of all and over all; decoding counts every token after a prompt's first."""
-    generated = sum(len(result.token_ids) for result in results)
+    generated = sum(len(part.token_ids) for result in results for part in result.outputs)
     first = min((result.first_token for result in results), default=0.0)
     last = max((result.finished for result in results), default=0.0)
     began = min((result.submitted for result in results), default=0.0)
-    decoded = generated - len(results)
+    decoded = generated - sum(len(result.outputs) for result in results)
     return {
         "load_s": round(load_s, 4),
         "ttft_s": round(first - began, 4),

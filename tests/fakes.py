@@ -35,7 +35,7 @@ class ScriptedExecutor:
             [self._script(chunk.sequence, chunk.start + len(chunk.tokens))] if chunk.sampling else []
             for chunk in step.chunks
         ]
-        return StepResult(step.epoch, step.number, tokens, [b""] * len(tokens))
+        return StepResult(step.epoch, step.number, tokens, [[]] * len(tokens), [[]] * len(tokens))
 
     def waitables(self) -> list[int]:
         return [self._signal.fileno()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.launch import RunPlan, plan_run, runner_spec
 from shardwise.runtime.local import ThreadExecutor
+from shardwise.runtime.logits import Row
 from shardwise.runtime.runner import Runner
 from shardwise.runtime.sampler import Sampler
 from shardwise.runtime.source import Source, open_source
@@ -124,11 +126,19 @@ def oracle(source: Source, job: Job, eos: frozenset[int] | None = None) -> list[
     ops, _ = load_ops("torch", "cpu", weights["embed.weight"].dtype)
     sampler = Sampler(ops, Axis(), [Run(0, source.config.vocab_size)])
     by = job.params
-    sampling = Sampling(by.temperature, by.top_k, by.top_p, by.min_p, by.seed or 0)
+    sampling = Sampling(
+        *(by.temperature, by.top_k, by.top_p, by.min_p, by.seed or 0),
+        presence=by.presence_penalty,
+        frequency=by.frequency_penalty,
+        repetition=by.repetition_penalty,
+        num_prompt=len(job.prompt),
+        biased=[token for token, _ in by.logit_bias],
+        biases=[bias for _, bias in by.logit_bias],
+    )
     tokens = list(job.prompt)
     while len(tokens) - len(job.prompt) < by.max_tokens:
         row = reference.logits(source.config, weights, tokens)[-1:]
-        tokens += sampler.sample(row, [sampling], [len(tokens)])
+        tokens += sampler.sample(row, [Row(sampling, len(tokens), before=np.array(tokens, np.int32))])
         if tokens[-1] in by.stop_token_ids or (tokens[-1] in eos and not by.ignore_eos):
             break
     return tokens[len(job.prompt) :]

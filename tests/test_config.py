@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import EngineConfig, Layout
+from shardwise.config import EngineConfig, Layout, Speculation
 from shardwise.params import SamplingParams
 
 
@@ -49,7 +49,8 @@ def test_coordinates_cover_the_mesh_once() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**40),
         ("max_tokens", 1.5),
         ("max_tokens", True),
         ("temperature", -0.1),
@@ -68,12 +69,87 @@ def test_coordinates_cover_the_mesh_once() -> None:
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", ("a",)),
         ("ignore_eos", 1),
+        ("stop", 5),
+        ("n", 0),
+        ("n", 129),
+        ("min_tokens", -1),
+        ("min_tokens", 200),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {-1: 5}),
+        ("logit_bias", {3: 101}),
+        ("logit_bias", {3: "much"}),
+        ("logit_bias", [3]),
+        ("logit_bias", dict.fromkeys(range(1025), 1)),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (-4,)),
+        ("bad_words", ("",)),
+        ("bad_words", 7),
+        ("logprobs", 21),
+        ("logprobs", 10**6),
+        ("logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", 1.0),
+        ("echo", "yes"),
+        ("json_schema", 7),
+        ("json_schema", ""),
+        ("regex", b"x"),
+        ("regex", ""),
+        ("ebnf", ["x"]),
+        ("choice", ("a", "")),
+        ("json_object", 1),
     ],
 )
 def test_bad_sampling_field_is_named(name: str, value: Any) -> None:
-    """Guards against a request that is accepted and then kills or silently changes its run (C2, C37)."""
+    """Guards against a request that is accepted and then kills or silently changes its run (C2, C5, C6, C7, C9, C37)."""
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+def test_one_grammar_at_a_time() -> None:
+    """Guards against two grammars of which one is quietly left out."""
+    with pytest.raises(ValueError, match="regex and json_object"):
+        SamplingParams(regex="a+", json_object=True)
+    assert SamplingParams(choice=("a", "b")).grammar == "choice"
+    assert SamplingParams(json_schema={"type": "object"}).json_schema == '{"type": "object"}'  # type: ignore[arg-type]
+    assert SamplingParams().grammar is None
+
+
+def test_logit_bias_takes_the_keys_of_json() -> None:
+    """Guards the OpenAI form: JSON has only texts as keys, and the order of keys means nothing."""
+    assert SamplingParams(logit_bias={"7": -1, "3": 2}).logit_bias == ((3, 2.0), (7, -1.0))  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("magic", "draft, ngram, self"),
+        ("draft", "model"),
+        ("ngram=x", "model"),
+        ("ngram,k=0", "k"),
+        ("ngram,k=99", "k"),
+        ("ngram,k=x", "k"),
+        ("ngram,k=2,k=3", "k=3"),
+        ("ngram,speed=9", "speed=9"),
+        ("draft=x,accept=all", "accept"),
+        ("ngram,layers=3", "layers"),
+        ("self,layers=3,dtype=bfloat16", "layers"),
+        ("self,dtype=int3", "dtype"),
+        ("ngram,min_match=5", "min_match"),
+    ],
+)
+def test_bad_speculation_names_the_part(text: str, match: str) -> None:
+    """Guards against a misspelt proposer, or a setting of another one, that is quietly left out."""
+    with pytest.raises(ValueError, match=match):
+        Speculation.parse(text)
+
+
+def test_speculation_parses() -> None:
+    """Guards the spelling users learn."""
+    assert Speculation.parse("draft=/models/a=b,k=auto") == Speculation("draft", model="/models/a=b")
+    assert Speculation.parse("self,layers=8,accept=optimal,k=4") == Speculation("self", None, 4, "optimal", 8)
 
 
 def test_unknown_sampling_field_is_refused() -> None:

@@ -34,7 +34,7 @@ class Drafter:
         else:
             own = msgspec.structs.replace(spec, model=draft.model, index=draft.index, dtype=draft.dtype, stages=None)
             self.part = make_part(own, coordinates, tp, ops)
-        self.hidden_size = self.part.config.hidden_size
+        self.hidden_size = self.part.hidden_size
         self.vocabs = self.part.shard.vocabs
         """Vocabulary rows of every tp rank, for the sampler: the draft's own, which may be more or fewer in all."""
         ours, theirs = self.part.config.vocab_size, target.config.vocab_size

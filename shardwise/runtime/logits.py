@@ -34,11 +34,11 @@ class Row(NamedTuple):
 
 
 def process(logits: Tensor, rows: Sequence[Row], first: int, count: int) -> Tensor:
-    """``logits`` [R, n] of the ids from ``first`` on as their rows want them: float64, or ``logits`` itself if all are plain.
+    """The scores of ``logits`` [R, n], whose ids start at ``first``: new and float64, or ``logits`` if all is plain.
 
-    In this order, which is that of vLLM, transformers and llama.cpp: the bias is added; the repetition penalty divides
-    positive and multiplies other logits of tokens in prompt or answer (Keskar et al. 2019); the frequency penalty, times
-    the token's count, and the presence penalty are subtracted for tokens of the answer; forbidden tokens become minus
+    In this order, which is that of vLLM and transformers: the bias is added; the repetition penalty divides positive
+    and multiplies other logits of tokens in prompt or answer (Keskar et al. 2019); the frequency penalty, times the
+    token's count, and the presence penalty are subtracted for tokens of the answer; forbidden tokens become minus
     infinity, and so do the columns from ``count`` on. A NaN stays one even where it is forbidden, and so is found.
     """
     plain = all(not (row.mask or row.by.biased or row.by.penalises) for row in rows)

@@ -17,8 +17,8 @@ from shardwise.parallel.axis import Axis
 from shardwise.runtime.logits import check
 from shardwise.schedule.step import Logprob
 
-ROWS = 64
-"""Rows looked at together: float64 copies of a long prompt's logits would take gigabytes."""
+PIECE = 2**18
+"""Logits of a rank looked at together: their float64 copies stay in the cache, where those of a prompt take gigabytes."""
 GRAIN = 2.0**30
 """Exponentials are counted in units of 2^-30 and the rest in units of 2^-60: float64 adds 2^23 of either exactly."""
 
@@ -31,8 +31,9 @@ def logprobs(
     Of equal ones the lower id comes first. Raises FloatingPointError if a row's highest logit is not a finite number.
     """
     found: list[Logprob] = []
-    for start in range(0, len(tokens), ROWS):
-        part = slice(start, start + ROWS)
+    rows = max(1, PIECE // max(sizes))
+    for start in range(0, len(tokens), rows):
+        part = slice(start, start + rows)
         found += _logprobs(ops, axis, sizes, logits[part], tokens[part], nums_top[part])
     return found
 
@@ -45,7 +46,7 @@ def _logprobs(
     check(best)
     units = ops.exp(logits.double() - best) * GRAIN
     whole = units.round()
-    rest = ((units - whole) * GRAIN).round()
+    rest = units.sub_(whole).mul_(GRAIN).round_()
     whole, rest = (axis.all_gather(part.sum(1, keepdim=True), ones).sum(1, keepdim=True) for part in (whole, rest))
     totals = ((whole + rest / GRAIN) / GRAIN).flatten().tolist()
     log_totals = torch.tensor([[math.log(total)] for total in totals], dtype=torch.float64, device=logits.device)

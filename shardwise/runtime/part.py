@@ -38,6 +38,11 @@ class Part:
     """The parameters that ``load`` reads, and from where in ``index``."""
     index: Index
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of what stages send each other."""
+        return self.config.hidden_size
+
     def load(self) -> int:
         """Read this rank's slices; the bytes read. Raises LoadError."""
         checkpoint = Checkpoint(self.index)

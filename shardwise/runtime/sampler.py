@@ -1,7 +1,7 @@
 """Counter-based Gumbel-max sampling on vocabulary shards.
 
-The sample is argmax(processed logits / temperature + noise) among the tokens that the filters keep, lowest id on ties, in
-float64. The noise is a hash of (seed, position, token id) and nothing else, so neither layout nor batch mates nor a
+The sample is argmax(processed logits / temperature + noise) among the tokens that the filters keep, lowest id on ties,
+in float64. The noise is a hash of (seed, position, token id) and nothing else, so neither layout nor batch mates nor a
 restart can change it. Ranks exchange a (score, id) pair for each row, and before that the best scores of rows with
 top_k or min_p; only rows with top_p but no top_k gather their scores.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shardwise.kernels.ops import Ops
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Run
-from shardwise.runtime.filters import needed, threshold
+from shardwise.runtime.filters import ALL, keep, needed
 from shardwise.runtime.logits import Row, check, process
 from shardwise.runtime.logprobs import logprobs
 from shardwise.runtime.rejection import decide, replace
@@ -32,9 +32,9 @@ class Sampler:
     """Draws tokens from logits whose vocabulary is cut over an axis; every rank of the axis gets the same ids.
 
     Logits become scores as `process` says, are divided by the temperature, and filtered by top_k, top_p and min_p in
-    that order (transformers'). At temperature 0 the best score wins, which no filter can remove. Only ids below
-    ``num_tokens`` are ever drawn; None: all. Methods raise FloatingPointError if a row's best score is not a finite number:
-    the model is broken or all tokens are forbidden.
+    that order, which is transformers'. At temperature 0 the best score wins, which no filter can remove. Only ids below
+    ``num_tokens`` are ever drawn; None: all. Methods raise FloatingPointError if a row's best score is not a finite
+    number: the model is broken or all tokens are forbidden.
     """
 
     def __init__(self, ops: Ops, axis: Axis, vocabs: Sequence[Run], num_tokens: int | None = None) -> None:
@@ -77,26 +77,29 @@ class Sampler:
                 odds[number, best.indices[number]] = 1.0
         return odds / odds.cumsum(1)[:, -1:]  # cumsum adds in one fixed order
 
-    def accept(self, logits: Tensor, rows: Sequence[Row], drafts: Sequence[int], guess: Tensor | None) -> list[int]:
+    def accept(
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        drafts: Sequence[int],
+        drafter: Sampler | None = None,
+        guesses: Tensor | None = None,
+    ) -> list[int]:
         """The accepted ones of k ``drafts`` and one token more, by rejection sampling; ``logits`` [k + 1, own rows].
 
-        ``guess`` [k, draft vocabulary] are the probabilities that the drafts were drawn with: `probabilities` of the
-        drafter's own sampler and logits, for ``rows[:k]``. None if each draft was certain. The tokens are distributed as
-        the model's own, but are not those that `sample` draws; at temperature 0 they are.
+        The drafts were drawn by ``drafter`` from ``guesses`` [k, its own rows], raw logits, for ``rows[:k]``; without
+        these each draft counts as certain. Tokens are distributed as those of `sample`, but are not the same ones;
+        at temperature 0 they are.
         """
         assert len(rows) == len(drafts) + 1
-        by = rows[0].by
-        if by.temperature == 0 or not drafts:
-            drawn = self.sample(logits, rows)
-            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, drawn, strict=False)))
-            return drawn[: agreed + 1]
         wanted = self.probabilities(logits[:-1], rows[:-1])
-        if guess is not None:  # a drafter's vocabulary may be padded otherwise
-            guess = torch.nn.functional.pad(guess, (0, wanted.shape[1] - guess.shape[1]))
-        for number, draft in enumerate(drafts):
-            case = wanted[number], None if guess is None else guess[number], draft, by.seed, rows[number].position
-            if not decide(*case):
-                return [*drafts[:number], replace(self.ops, *case)]
+        guessed: Sequence[Tensor | None] = [None] * len(drafts)
+        if drafter is not None and guesses is not None:
+            given = drafter.probabilities(guesses, rows[:-1])
+            guessed = pad(given, (0, wanted.shape[1] - given.shape[1])).unbind()  # vocabularies may be padded otherwise
+        for number, (p, q, draft, row) in enumerate(zip(wanted, guessed, drafts, rows, strict=False)):
+            if not decide(p, q, draft, row.by.seed, row.position):
+                return [*drafts[:number], replace(self.ops, p, q, draft, row.by.seed, row.position)]
         return [*drafts, *self.sample(logits[-1:], rows[-1:])]
 
     def logprobs(self, logits: Tensor, tokens: Sequence[int], nums_top: Sequence[int]) -> list[Logprob]:
@@ -111,9 +114,24 @@ class Sampler:
         scores = process(logits, rows, self.first, self.count)
         if all(row.by.temperature == 0 for row in rows):
             return scores
-        scores = logits.to(torch.float64, copy=True) if scores is logits else scores
+        if scores is logits:
+            scores = logits.to(torch.float64, copy=True)
         heat = [max(row.by.temperature, COLDEST) if row.by.temperature else 1.0 for row in rows]
         scores /= torch.tensor(heat, dtype=torch.float64, device=scores.device)[:, None]
-        hot = [number for number, row in enumerate(rows) if row.by.temperature > 0]
-        few = [number for number in hot if ...]
+        counts = [needed(row.by) for row in rows]
+        for group in (
+            [number for number, count in enumerate(counts) if 0 < count < ALL],
+            [number for number, count in enumerate(counts) if count == ALL],
+        ):
+            if group:
+                self._filter(scores, group, rows, max(counts[number] for number in group))
         return scores
+
+    def _filter(self, scores: Tensor, group: Sequence[int], rows: Sequence[Row], count: int) -> None:
+        """Make minus infinity what the filters of a ``group`` of rows remove; ``count`` is the most that they need."""
+        sizes = [min(count, size) for size in self.sizes]
+        own, rank = scores[group], self.axis.rank
+        best = own.topk(sizes[rank]).values if count < own.shape[1] else own
+        for number, known in zip(group, self.axis.all_gather(best, sizes), strict=True):
+            kept = keep(self.ops, scores[number], known, sum(sizes[:rank]), rows[number].by)
+            scores[number].masked_fill_(~kept, -math.inf)

@@ -37,6 +37,8 @@ class Source:
     """What config.json and generation_config.json, or the GGUF metadata, name; the tokenizer may add more."""
     metadata: Mapping[str, Any] | None
     """GGUF metadata, which holds the tokenizer; None for a Hugging Face directory."""
+    generation: Mapping[str, Any]
+    """generation_config.json; empty where there is none."""
 
 
 def open_source(model: str | Path) -> Source:
@@ -52,7 +54,7 @@ def open_source(model: str | Path) -> Source:
         family = find(BY_ARCHITECTURE, "general.architecture", metadata)
         config = replace(family.from_gguf(metadata), dtype=_gguf_format(stored))
         names = {name: family.gguf_name(name) or name for name in stored.tensors}
-        eos = config.eos
+        generation: dict[str, Any] = {}
     else:
         metadata = None
         values = read_json(path / "config.json")
@@ -60,11 +62,12 @@ def open_source(model: str | Path) -> Source:
         config = family.from_hf(values)
         stored = index_safetensors(path)
         names = {name: family.hf_name(name) for name in stored.tensors}
-        generation = path / "generation_config.json"
-        eos = config.eos + (ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ())
+        file = path / "generation_config.json"
+        generation = read_json(file) if file.is_file() else {}
     index = Index(files=stored.files, tensors={names[name]: info for name, info in stored.tensors.items()})
     account(config, family, index, path)
-    return Source(resolved, config, index, frozenset(eos), metadata)
+    eos = frozenset(config.eos + ids(generation.get("eos_token_id")))
+    return Source(resolved, config, index, eos, metadata, generation)
 
 
 def _gguf_format(index: Index) -> str:

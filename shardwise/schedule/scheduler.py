@@ -178,8 +178,8 @@ class Scheduler:
             if sequence.wanted is None:
                 room = min(sequence.max_len, self._max_draft_len) - len(sequence.tokens) - 1
                 most = min(MAX_DRAFTS, self._max_chunk - 1, room)
-                sequence.wanted = speculator.length(drafting, min(len(decodes), share), most) if most > 0 else 0
-                if sequence.wanted and not speculator.on_ranks:
+                sequence.wanted = speculator.length(drafting, min(len(decodes), share), most)
+                if not speculator.on_ranks:
                     self._keep_drafts(sequence, speculator.propose(drafting, sequence.tokens, sequence.wanted))
                     sequence.wanted = 0
             if len(sequence.drafts) >= sequence.wanted or len(chunks) == share or not budget:

@@ -48,7 +48,7 @@ class Sequence:
     """The number of tokens, prompt included, at which it ends with "length"."""
     stops: frozenset[int]
     """Tokens that end it with "stop"."""
-    constraint: Constraint | None
+    constraint: Constraint | None = None
     drafting: Drafting | None = None
     """Its part in speculation, if there is any."""
     optimal: bool = False

@@ -39,7 +39,7 @@ def logits_at_cuts(path: Path, layout: str, kernels: str) -> Tensor:
         for number, (start, stop) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
             executor.submit(Step(0, number, [Chunk(5, start, TOKENS[start:stop], [3, 1, 7], sampling)]))
         for _ in CUTS[1:]:
-            (raw,) = executor.collect().logits
+            ((raw,),) = executor.collect().logits
             rows.append(torch.frombuffer(bytearray(raw), dtype=torch.float64))
     return torch.stack(rows)
 

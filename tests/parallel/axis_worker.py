@@ -51,7 +51,7 @@ class Player:
         else:
             said = self.wait_in_vain(transport)
         sampler = self.spec.tp * (self.spec.pp - 1)
-        return StepResult(step.epoch, step.number, [[]], [said]) if self.spec.rank == sampler else None
+        return StepResult(step.epoch, step.number, [[]], [[said]], [[]]) if self.spec.rank == sampler else None
 
     def wait_in_vain(self, transport: str) -> bytes:
         if transport == "gloo":

@@ -179,7 +179,7 @@ def ranks(sync: Sync, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proc
 def ask(ranks: ProcessExecutor, transport: str, scenario: int) -> str:
     tokens = [("shm", "gloo").index(transport), scenario]
     ranks.submit(Step(0, scenario, [Chunk(0, 0, tokens, [], None)]))
-    return ranks.collect().logits[0].decode()
+    return ranks.collect().logits[0][0].decode()
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

@@ -54,10 +54,10 @@ class DraftRank:
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult | None:
         part = self.drafter.part if step.draft else self.target
-        batch = make_batch(step, torch.device("cpu"))
+        batch = make_batch(step.chunks, torch.device("cpu"))
         received = None
         if not part.shard.first:
-            received = self.pp.recv((batch.ids.shape[0], part.config.hidden_size), self.compute)
+            received = self.pp.recv((batch.ids.shape[0], part.hidden_size), self.compute)
         out = self.drafter(received, batch) if step.draft else self.target(received, batch)
         if not part.shard.last:
             self.pp.send(out)
@@ -105,6 +105,7 @@ def ranks_of(plan: RunPlan) -> Iterator[Ranks]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     paths = {name: save_llama(root / name, name) for name in ("even", "groups", "few_kv")}
+    paths["alike"] = save_llama(root / "alike", "groups", seed=1)
     single = save_llama(root / "single", "groups", dtype=torch.float32)
     return {**paths, "single": single, "gpt2": save_gpt2(root / "gpt2", layers=2, vocab=101)}
 
@@ -134,7 +135,7 @@ def test_a_draft_like_the_target_is_the_target(models: dict[str, Path], layout: 
         assert all(figures["target"] == figures["draft"] > 0 for figures in ranks.figures)
 
 
-@pytest.mark.parametrize("draft", ["even", "gpt2"])
+@pytest.mark.parametrize("draft", ["alike", "even", "gpt2"])
 @pytest.mark.parametrize("layout", ["1", "tp2", "tp2.pp2", "tp3"])
 def test_draft_and_target_keep_apart(models: dict[str, Path], layout: str, draft: str) -> None:
     """Guards against a draft model that writes to the target's cache, or is built with the target's numbers."""
@@ -199,9 +200,12 @@ def test_rounded_weights_are_the_narrow_model(models: dict[str, Path], layout: s
     assert (plan.draft.dtype, plan.draft.layers) == ("bfloat16", None)
     with ranks_of(plan) as ranks:
         exact = ranks.logits(draft=False)
+        beside = ranks.logits(draft=True, start=36)
         drafted = ranks.logits(draft=True)
         later = ranks.logits(draft=True, start=36)
         assert torch.equal(ranks.logits(draft=False), exact)
+        assert torch.equal(ranks.logits(draft=True, start=36), beside)  # it reads what the target wrote
+        assert not torch.equal(later, beside)
     with ranks_of(planned(models, "single", layout, "self,layers=1", dtype="bfloat16")) as ranks:
         assert torch.equal(ranks.logits(draft=False), drafted)
         assert torch.equal(ranks.logits(draft=False, start=36), later)
@@ -256,8 +260,10 @@ def test_memory_counts_the_draft(models: dict[str, Path], monkeypatch: pytest.Mo
     size["draft"] = planned(models, "single", "1", "draft=single", kv_tokens=None)
     assert size["draft"].num_blocks < size["self"].num_blocks < size["ngram"].num_blocks
     assert size["self,layers=1"].num_blocks == size["ngram"].num_blocks
-    draft = size["draft"].draft
+    draft, rounded = size["draft"].draft, size["self"].draft
     assert draft is not None
+    assert rounded is not None
+    assert [(rank.weight_bytes > 0, rank.kv_bytes_per_token) for rank in rounded.ranks] == [(True, 0)]
     own = size["draft"].ranks[0]
     assert [(rank.weight_bytes, rank.kv_bytes_per_token) for rank in draft.ranks] == [
         (own.weight_bytes, own.kv_bytes_per_token)

@@ -103,7 +103,7 @@ def test_large_frames_both_ways_do_not_deadlock() -> None:
     for number in range(6):
         executor.submit(step(number, {1: "logits"}, padding=1 << 20))
     results = [executor.collect() for _ in range(6)]
-    assert [(result.number, len(result.logits[0])) for result in results] == [(n, 3 << 20) for n in range(6)]
+    assert [(result.number, len(result.logits[0][0])) for result in results] == [(n, 3 << 20) for n in range(6)]
     executor.close()
 
 
@@ -402,7 +402,7 @@ class Echo:
             self.pp.send(number)
         every = self.tp.all_gather(number, [1] * self.tp.size)
         last = self.pp.rank == self.pp.size - 1 and self.tp.rank == 0
-        return StepResult(step.epoch, step.number, [every.tolist()], []) if last else None
+        return StepResult(step.epoch, step.number, [every.tolist()], [], []) if last else None
 
 
 def local(kind: str) -> tuple[Executor, int]:

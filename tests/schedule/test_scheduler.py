@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import BLOCK
+from shardwise.config import BLOCK, Speculation
 from shardwise.params import SamplingParams
 from shardwise.schedule.blocks import BlockPool
 from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
 from shardwise.schedule.step import Chunk, Step, StepResult
 
+SPECULATIONS = [
+    Speculation.parse(text)
+    for text in ("ngram", "ngram,k=3", "draft=x", "draft=x,k=2", "draft=x,k=5", "self", "self,k=3")
+]
 VOCAB = 60
 EOS = frozenset({58, 59})
 PRIME = 2**61 - 1
@@ -54,8 +58,8 @@ class Script:
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         params = request.params
+        self.salt = request.salt
         self.tokens: list[int] = []
-        self.states: list[int] = []
         self._state = int.from_bytes(b"root" + request.salt, "big")
         for token in request.prompt:
             self._push(token)
@@ -71,51 +75,110 @@ class Script:
     def _push(self, token: int) -> None:
         self._state = (self._state * 6364136223846793005 + token + 1) % PRIME
         self.tokens.append(token)
-        self.states.append(self._state)
+
+
+def states_of(salt: bytes, tokens: list[int]) -> list[int]:
+    """What the KV memory of a line of tokens holds: at each place a hash of all tokens up to there."""
+    state = int.from_bytes(b"root" + salt, "big")
+    found = []
+    for token in tokens:
+        state = (state * 6364136223846793005 + token + 1) % PRIME
+        found.append(state)
+    return found
+
+
+ROUGH = 1 << 80
+"""Added to a state that a draft pass has left in the model's own memory."""
 
 
 @dataclass
 class Ranks:
-    """Runs steps in order on a simulated KV memory, and asserts that each chunk finds exactly its own past there."""
+    """Runs steps in order on a simulated KV memory, and asserts that each chunk finds exactly its own past there.
+
+    ``guess`` says of each draft whether it is right; ``shared``: the draft writes to the model's memory.
+    """
 
     max_model_len: int = 512
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    drafted: dict[tuple[int, int], int] = field(default_factory=dict)
     scripts: dict[int, Script] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
     queue: deque[tuple[Step, StepResult]] = field(default_factory=deque)
     steps: list[Step] = field(default_factory=list)
+    guess: Callable[[], bool] = lambda: True
+    shared: bool = False
 
     def expect(self, request: Request) -> None:
         self.scripts[request.id] = Script(request, self.max_model_len)
         self.known[request.id] = len(request.prompt)
+        self.drafts[request.id] = []
 
     def submit(self, step: Step) -> None:
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks) > 0
         writer: dict[tuple[int, int], int] = {}
+        memory = self.drafted if step.draft and not self.shared else self.memory
         for chunk in step.chunks:
-            script, slots = self.scripts[chunk.sequence], self._slots(chunk)
-            assert chunk.tokens == script.tokens[chunk.start : len(slots)]
+            states, slots = self._states(step, chunk), self._slots(chunk)
             assert chunk.tokens
             for position in range(chunk.start, len(slots)):
-                assert writer.setdefault(slots[position], chunk.sequence) == chunk.sequence, "two write one slot"
-                self.memory[slots[position]] = script.states[position]
+                state = states[position]
+                assert writer.setdefault(slots[position], state) == state, "two write one slot"
+                memory[slots[position]] = state + ROUGH * (step.draft and self.shared)
         answers: list[list[int]] = []
         for chunk in step.chunks:  # rows of a step run together: all have written before any reads
-            script, slots = self.scripts[chunk.sequence], self._slots(chunk)
-            assert [self.memory[slot] for slot in slots] == script.states[: len(slots)], "not its own past"
-            assert (chunk.sampling is not None) == (len(slots) == self.known[chunk.sequence])
-            answers.append([] if chunk.sampling is None else [script.tokens[len(slots)]])
-            self.known[chunk.sequence] += len(answers[-1])
+            states, slots = self._states(step, chunk), self._slots(chunk)
+            found = [memory[slot] for slot in slots]
+            if step.draft and self.shared:
+                found = [state % ROUGH for state in found]
+            assert found == states[: len(slots)], "not its own past"
+            answers.append(self._draft(chunk) if step.draft else self._answer(chunk))
         self.steps.append(step)
-        self.queue.append((step, StepResult(step.epoch, step.number, answers, [b""] * len(answers))))
+        nothing: list[list[Any]] = [[]] * len(answers)
+        self.queue.append((step, StepResult(step.epoch, step.number, answers, nothing, nothing)))
+
+    def _states(self, step: Step, chunk: Chunk) -> list[int]:
+        """The states of the chunk's whole line, and a check that its tokens are those of the line."""
+        script = self.scripts[chunk.sequence]
+        known, end = self.known[chunk.sequence], chunk.start + len(chunk.tokens)
+        if step.draft and chunk.sampling is not None:  # after a preemption the drafts begin anew
+            del self.drafts[chunk.sequence][end - known :]
+        line = script.tokens[:known]
+        line += self.drafts[chunk.sequence] if step.draft else chunk.tokens[len(chunk.tokens) - chunk.drafts :]
+        assert chunk.tokens == line[chunk.start : end]
+        assert (chunk.sampling is not None) == (end == len(line))
+        return states_of(script.salt, line)
+
+    def _draft(self, chunk: Chunk) -> list[int]:
+        if chunk.sampling is None:
+            return []
+        script, drafts = self.scripts[chunk.sequence], self.drafts[chunk.sequence]
+        place = self.known[chunk.sequence] + len(drafts)
+        right = self.guess() and place < len(script.tokens)
+        drafts.append(script.tokens[place] if right else 57)
+        return drafts[-1:]
+
+    def _answer(self, chunk: Chunk) -> list[int]:
+        if chunk.sampling is None:
+            return []
+        script, known = self.scripts[chunk.sequence], self.known[chunk.sequence]
+        drafts = chunk.tokens[len(chunk.tokens) - chunk.drafts :]
+        true = script.tokens[known : known + len(drafts)]
+        right = next((at for at, pair in enumerate(zip(drafts, true, strict=False)) if len(set(pair)) > 1), len(true))
+        answer = script.tokens[known : known + right + 1]
+        self.known[chunk.sequence] += len(answer)
+        self.drafts[chunk.sequence] = []
+        return answer
 
     def die(self) -> list[tuple[Step, StepResult]]:
         """Lose all memory; returns the results that were due."""
         late = list(self.queue)
-        for step, _ in late:
-            for chunk in step.chunks:
-                self.known[chunk.sequence] -= chunk.sampling is not None
+        for step, result in late:
+            for chunk, tokens in zip(step.chunks, result.tokens, strict=True):
+                self.known[chunk.sequence] -= 0 if step.draft else len(tokens)
+        self.drafts = {number: [] for number in self.drafts}
         self.memory.clear()
+        self.drafted.clear()
         self.queue.clear()
         return late
 
@@ -148,7 +211,9 @@ class Run:
         return step
 
     def collect(self) -> None:
-        for sequence, tokens in self.scheduler.update(*self.ranks.queue.popleft()):
+        step, result = self.ranks.queue.popleft()
+        self.scheduler.observe(step, 1.0 + step.num_tokens * (0.1 if step.draft else 0.2))
+        for sequence, tokens, *_ in self.scheduler.update(step, result):
             self.got[sequence.request.id] += tokens
             assert sequence.tokens == self.got[sequence.request.id]
             assert sequence.generated == sequence.tokens[-sequence.num_generated :]
@@ -215,7 +280,7 @@ def test_only_the_last_chunk_samples_with_the_requests_own_settings() -> None:
     first = scheduler.schedule()
     assert first is not None
     assert first.chunks[0].sampling is None
-    assert scheduler.update(first, StepResult(0, 0, [[]], [b""])) == []
+    assert scheduler.update(first, StepResult(0, 0, [[]], [[]], [[]])) == []
     second = scheduler.schedule()
     assert second is not None
     chunk = second.chunks[0]
@@ -468,7 +533,7 @@ def test_several_tokens_per_step_end_at_the_first_that_stops() -> None:
     scheduler.add(ask(0, [1, 2], max_tokens=9))
     step = scheduler.schedule()
     assert step is not None
-    ((sequence, tokens),) = scheduler.update(step, StepResult(0, 0, [[4, 5, 58, 6]], [b""]))
+    ((sequence, tokens, *_),) = scheduler.update(step, StepResult(0, 0, [[4, 5, 58, 6]], [[]], [[]]))
     assert (tokens, sequence.tokens, sequence.finish_reason) == ([4, 5, 58], [1, 2, 4, 5, 58], "stop")
     assert not scheduler.has_work
 
@@ -500,8 +565,8 @@ def test_a_late_result_never_reaches_a_new_request_of_the_same_id() -> None:
     new = scheduler.schedule()
     assert old is not None
     assert new is not None
-    assert scheduler.update(old, StepResult(0, 0, [[7]], [b""])) == []
-    ((sequence, tokens),) = scheduler.update(new, StepResult(0, 1, [[8]], [b""]))
+    assert scheduler.update(old, StepResult(0, 0, [[7]], [[]], [[]])) == []
+    ((sequence, tokens, *_),) = scheduler.update(new, StepResult(0, 1, [[8]], [[]], [[]]))
     assert (sequence.tokens, tokens) == ([*prompt(9, 30), 8], [8])
     scheduler.check()
 
@@ -549,9 +614,9 @@ def test_results_must_match_their_step() -> None:
     assert first is not None
     assert second is not None
     with pytest.raises(AssertionError):
-        scheduler.update(first, StepResult(0, 1, [[1]], [b""]))
+        scheduler.update(first, StepResult(0, 1, [[1]], [[]], [[]]))
     with pytest.raises(AssertionError):
-        scheduler.update(second, StepResult(0, 1, [[1]], [b""]))
+        scheduler.update(second, StepResult(0, 1, [[1]], [[]], [[]]))
 
 
 # Everything at once
@@ -585,17 +650,27 @@ ACTIONS = st.lists(st.sampled_from(["add"] * 4 + ["round"] * 6 + ["schedule", "c
     actions=ACTIONS,
     weak=st.booleans(),
     draws=st.randoms(use_true_random=False),
+    speculation=st.sampled_from([None, *SPECULATIONS]),
+    skill=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
 )
 def test_everyone_gets_what_it_gets_alone(
-    sizes: dict[str, Any], asked: list[Any], actions: list[str], weak: bool, draws: random.Random
+    sizes: dict[str, Any],
+    asked: list[Any],
+    actions: list[str],
+    weak: bool,
+    draws: random.Random,
+    speculation: Speculation | None,
+    skill: float,
 ) -> None:
-    """Guards the promise: no batch mate, budget, hit, preemption, abort or death changes a token, and all end."""
-    scheduler = make(**sizes)
+    """Guards the promise: no batch mate, budget, hit, preemption, draft, abort or death changes a token; all end."""
+    scheduler = make(**sizes, speculation=speculation, max_draft_len=60)
     if weak:
         scheduler.pool = BlockPool(
             sizes["num_blocks"], b"s", sizes["prefix_cache"], digest=lambda data: bytes([sum(data) % 5])
         )
     run = Run(scheduler, sizes["max_model_len"])
+    run.ranks.guess = lambda: draws.random() < skill
+    run.ranks.shared = speculation is not None and speculation.kind == "self"
     late: list[tuple[Step, StepResult]] = []
     requests = deque(
         ask(number, [*prompt(common), *own], most, salt, ignore_eos=ignore, stop_token_ids=stops)
