@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from click.core import ParameterSource
 
 from shardwise.config import DTYPES, EngineConfig, Layout, Speculation
 from shardwise.params import SamplingParams
@@ -117,7 +116,7 @@ def generate(
     given = {
         name: value
         for name, value in context.params.items()
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"  # typer may bring a click of its own
     }
     asked = {item.name: given[item.name] for item in fields(SamplingParams) if item.name in given}
     if logit_bias is not None:

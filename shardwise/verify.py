@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import BLOCK, EngineConfig, Layout
+from shardwise.config import BLOCK, EngineConfig, Layout, Speculation
 from shardwise.engine import Engine
 from shardwise.llm import make_scheduler, open_tokenizer
 from shardwise.params import SamplingParams
@@ -110,8 +110,9 @@ def verify_layouts(
 ) -> Report:
     """Run the same prompts, greedy and sampled in turn, in every way on every layout.
 
-    Besides each batch and chunk size, a layout is run with its prefix cache warm and with a KV pool so small that
-    sequences are preempted. ``settings`` are fields of EngineConfig. Raises ValueError before any weight is read.
+    Besides each batch and chunk size, a layout is run with drafts, with its prefix cache warm and with a KV pool so
+    small that sequences are preempted. ``settings`` are fields of EngineConfig. Raises ValueError before any weight is
+    read.
     """
     source = open_source(model)
     tokenizer = open_tokenizer(source)
@@ -210,6 +211,7 @@ def _runs(
     longest = max(map(len, prompts)) + max_tokens
     tiny = -(-longest // BLOCK) + 1
     ways.append(("preemption", {"num_blocks": tiny, "prefix_cache": False}))
+    ways.append(("drafts by ngram", {"speculation": Speculation("ngram", k=4), "prefix_cache": False}))
     ways.append(("cold prefix cache", {"prefix_cache": True}))
     for how, settings in ways:
         schedulers = [make_scheduler(plan, source.eos | tokenizer.eos, **settings) for _ in executors]

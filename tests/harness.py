@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from shardwise import reference
 from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Engine
 from shardwise.kernels.ops import load_ops
-from shardwise.llm import make_scheduler
+from shardwise.llm import LLM, make_scheduler
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import make_shard
 from shardwise.parallel.axis import Axis
@@ -68,20 +69,35 @@ def plan_of(path: Path, layout: str, **settings: Any) -> RunPlan:
     return plan_run(open_source(path), EngineConfig(layout=Layout.parse(layout), **settings))
 
 
-@contextmanager
-def threads(plan: RunPlan) -> Iterator[list[Executor]]:
+def start_threads(plan: RunPlan, on_progress: object = None) -> list[Executor]:
     """The replicas of a layout, every rank a thread."""
     layout = plan.engine.layout
     spec = runner_spec(plan)
-    executors: list[Executor] = [
+    return [
         ThreadExecutor(Layout(tp=layout.tp, pp=layout.pp), lambda place, axes: Runner(spec, place, *axes))
         for _ in range(layout.dp)
     ]
+
+
+@contextmanager
+def threads(plan: RunPlan) -> Iterator[list[Executor]]:
+    """The same, ended when the block is left."""
+    executors = start_threads(plan)
     try:
         yield executors
     finally:
         for executor in executors:
             executor.close()
+
+
+@contextmanager
+def threaded_llm(path: Path, layout: str = "1", **settings: Any) -> Iterator[LLM]:
+    """The Python door to a model whose every rank is a thread."""
+    settings = {"kernels": "native", "device": "cpu", "kv_tokens": 2048, **settings}
+    with patch("shardwise.llm.launch", start_threads):
+        llm = LLM(path, layout, **settings)
+    with llm:
+        yield llm
 
 
 def run(executors: Sequence[Executor], plan: RunPlan, jobs: Sequence[Job], **settings: Any) -> list[Answer]:

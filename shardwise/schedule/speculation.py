@@ -31,6 +31,8 @@ FIRST_WAIT, LAST_WAIT = 32.0, 4096.0
 AGAIN_WAIT = 8.0
 HOPE = 0.0
 SETTLED = 8
+EVERY=64
+INITIAL=4
 """Rounds with drafts in a row after which speculation is known to pay again."""
 
 
@@ -132,11 +134,13 @@ class Speculator:
         self._target = Cost()
         self._draft = Cost()
         if self._ngram:
-            self._draft.known, self._draft.fixed, self._draft.row = True, 0.0, 0.0
+            self._draft.expected = 0.0, 0.0
         self._takers = [1.0] * (MAX_DRAFTS + 1)
         """The part of the sequences that want at least so many drafts, if everybody shares the cost of draft steps."""
         self._idle = 0.0  # seconds without drafts since the last probe
         self._wait = FIRST_WAIT
+        self._experiments = 0
+        self._experiment = False
 
     def begin(self) -> Drafting:
         """The state of a new request."""
@@ -193,6 +197,9 @@ class Speculator:
         assert 1 <= num_sequences <= rows, (num_sequences, rows)
         if seconds > 0 and not (draft and self._ngram):
             (self._draft if draft else self._target).observe(rows, seconds)
+            if not draft:
+                self._experiments += self._experiment
+                self._experiment = False
 
     def _learn(self, drafting: Drafting, kind: int, hits: int, tries: int) -> None:
         drafting.odds[kind].add(hits, tries, KEEP)
@@ -204,37 +211,42 @@ class Speculator:
         target, draft, num_sequences = self._target, self._draft, drafting.num_sequences
         if most <= 0:
             return 0
-        if not draft.known or not (target.known or self._ngram):
+        if not self._ngram and not (draft.num_observed and target.num_observed):
             return min(FIRST_DRAFTS, most)
         rate = drafting.odds[kind].rate(self._odds[kind].rate(self._guessed[kind]))
-        o = drafting.odds[kind]
-        rate = min(1.0, rate + HOPE * (rate * (1 - rate) / (o.tries + o.trust)) ** 0.5)
         sharing = [float(num_sequences)] * most
-        count = self._best(rate, num_sequences, sharing)
-        if draft.fixed and num_sequences > 1:
+        if self._experiments * EVERY <= INITIAL * EVERY + target.num_observed and target.num_observed:
+            low = self._best(rate, num_sequences, sharing, target.low)
+            high = self._best(rate, num_sequences, sharing, target.high)
+            if low > 2 * high:
+                self._experiment = True
+                low = min(low, max(FIRST_DRAFTS, 2 * high))
+                return low if 2*target.last_rows < num_sequences * (2 + low+high) else high
+        count = self._best(rate, num_sequences, sharing, target.expected)
+        if draft.expected[0] and num_sequences > 1:
             # Those who draft more than the others pay the whole of their last draft steps.
             weight = 0.5 / num_sequences
             for place in range(most):
                 self._takers[place] += weight * ((place < count) - self._takers[place])
                 sharing[place] = max(1.0, self._takers[place] * num_sequences)
-            count = min(count, self._best(rate, num_sequences, sharing))
+            count = min(count, self._best(rate, num_sequences, sharing, target.expected))
         return count or self._probe(drafting, kind, rate, sharing[0])
 
-    def _best(self, rate: float, num_sequences: int, sharing: list[float]) -> int:
+    def _best(self, rate: float, num_sequences: int, sharing: list[float], cost) -> int:
         """The number of drafts with the most tokens per second; 0 if none beats plain decoding clearly.
 
         ``sharing[j]`` sequences share the cost of draft step j.
         """
-        target, draft = self._target, self._draft
+        fixed, row = cost
+        dfixed, drow = self._draft.expected
         tokens = reached = 1.0
-        drafting = 0.0
-        plain = best = num_sequences / target.hopeful(num_sequences)
+        seconds = fixed / num_sequences + row
+        plain = best = 1 / seconds
         count = 0
         for place, sharers in enumerate(sharing):
             reached *= rate
             tokens += reached
-            drafting += draft.row + draft.fixed / sharers
-            seconds = target.hopeful(num_sequences * (2 + place)) / num_sequences + drafting
+            seconds += row + drow + dfixed / sharers
             if tokens / seconds <= best:
                 break  # for good: each further draft yields less and costs no less
             best, count = tokens / seconds, place + 1
@@ -242,9 +254,10 @@ class Speculator:
 
     def _probe(self, drafting: Drafting, kind: int, rate: float, sharers: float) -> int:
         """1 if it is time for a probe, else 0."""
-        target, draft = self._target, self._draft
-        plain = target.fixed / drafting.num_sequences + target.row
-        extra = target.row + draft.row + draft.fixed / sharers
+        fixed, row = self._target.expected
+        dfixed, drow = self._draft.expected
+        plain = fixed / drafting.num_sequences + row
+        extra = row + drow + dfixed / sharers
         drafting.num_settled = 0
         self._idle += plain
         if self._idle < self._wait * extra:

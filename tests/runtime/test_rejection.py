@@ -161,18 +161,19 @@ def rounds(kind: str, way: Sampling, seeds: range) -> list[tuple[list[int], list
     return [(own, sampler.accept(wanted, mine, own, drafter, guesses)) for own, mine in zip(drafts, rows, strict=True)]
 
 
-GRID = [(kind, name) for kind in ("random", "near", "certain") for name in WAYS]
+GRID = [(kind, name, 20_000) for kind in ("random", "near", "certain") for name in WAYS]
+QUICK = [("random", "plain", 20_000), ("near", "all filters", 5000), ("certain", "top_p", 20_000)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(*case, marks=() if number % 4 == 0 else pytest.mark.slow) for number, case in enumerate(GRID)],
+    ("kind", "name", "count"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in QUICK)],
 )
-def test_tokens_follow_the_law_of_the_model(kind: str, name: str) -> None:
+def test_tokens_follow_the_law_of_the_model(kind: str, name: str, count: int) -> None:
     """Guards the whole way, drafts drawn by `sample` and judged by `accept`: noise that is used twice, a filter that
-    one side forgets, a row too far. Of 20 000 rounds, each position has the law of plain sampling.
+    one side forgets, a row too far. Over many rounds, each position has the law of plain sampling.
     """
-    found = rounds(kind, WAYS[name], range(20_000))
+    found = rounds(kind, WAYS[name], range(count))
     logits, rows = normal(DRAFTS + 1, VOCAB, 2, 1.0), rows_of(WAYS[name], 0)
     for at in range(DRAFTS + 1):
         law = chances(logits[at], rows[at])
@@ -182,7 +183,7 @@ def test_tokens_follow_the_law_of_the_model(kind: str, name: str) -> None:
     for drafts, line in found:
         assert line[:-1] == drafts[: len(line) - 1]
     if kind != "random":
-        assert sum(len(line) > DRAFTS for _, line in found) > 200
+        assert sum(len(line) > DRAFTS for _, line in found) > count / 200
 
 
 def test_as_many_drafts_are_accepted_as_can_be() -> None:
@@ -206,28 +207,27 @@ def test_as_many_drafts_are_accepted_as_can_be() -> None:
         ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_the_cut_of_the_vocabularies_does_not_matter(ranks: int) -> None:
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("surplus", [0, 31, -20])
+def test_the_cut_of_the_vocabularies_does_not_matter(surplus: int, name: str) -> None:
     """C18: every rank accepts the same drafts, also where the drafter's vocabulary is larger or smaller."""
-    vocab, count = 97, 4
-    logits = normal(count + 1, vocab, 1, 1.0)
-    for theirs in (vocab, vocab + 31, vocab - 20):
-        guesses = normal(count, theirs, 1, 1.0)
-        cut = split(theirs, ranks)
-        for number, way in enumerate(WAYS.values()):
-            before = np.arange(20, dtype=np.int32)
-            rows = [Row(msgspec.structs.replace(way, seed=number), 9 + at, b"", before) for at in range(count + 1)]
-            drafts = alone(theirs, num_tokens=vocab).sample(guesses, rows[:-1])
+    vocab, count, theirs = 97, 4, 97 + surplus
+    logits, guesses = normal(count + 1, vocab, 1, 1.0), normal(count, theirs, 1, 1.0)
+    before = np.arange(20, dtype=np.int32)
+    rows = [Row(msgspec.structs.replace(WAYS[name], seed=3), 9 + at, b"", before) for at in range(count + 1)]
+    drafts = alone(theirs, num_tokens=vocab).sample(guesses, rows[:-1])
 
-            def work(sampler: Sampler, columns: Callable[[Tensor], Tensor]) -> list[int]:
-                drafter = Sampler(sampler.ops, sampler.axis, cut, vocab)
-                start, stop = cut[sampler.axis.rank]
-                return sampler.accept(columns(logits), rows, drafts, drafter, guesses[:, start:stop].contiguous())
+    def judge(sampler: Sampler, columns: Callable[[Tensor], Tensor]) -> list[list[int]]:
+        cut = split(theirs, sampler.axis.size)
+        drafter = Sampler(sampler.ops, sampler.axis, cut, vocab)
+        start, stop = cut[sampler.axis.rank]
+        own = guesses[:, start:stop].contiguous()
+        certain = sampler.accept(columns(logits), rows, drafts)
+        return [certain, sampler.accept(columns(logits), rows, drafts, drafter, own)]
 
-            whole = alone(vocab).accept(logits, rows, drafts, alone(theirs, num_tokens=vocab), guesses)
-            assert over(ranks, vocab, work) == whole
-            certain = over(ranks, vocab, lambda sampler, columns: sampler.accept(columns(logits), rows, drafts))
-            assert certain == alone(vocab).accept(logits, rows, drafts)
+    whole = over(1, vocab, judge)
+    for ranks in (2, 3, 5):
+        assert over(ranks, vocab, judge) == whole
 
 
 def test_greedy_drafts_are_compared() -> None:
