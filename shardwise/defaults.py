@@ -5,12 +5,13 @@ Knows files no better than as a mapping that was read from one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardwise.params import SamplingParams
 
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+SAMPLED: dict[str, tuple[Any, ...]] = {"temperature": (1,), "top_k": (0, 50), "top_p": (1,), "min_p": (0,)}
 """Fields that count only where ``do_sample`` is true: without it the model's author meant greedy decoding."""
 ALWAYS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -33,14 +34,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sequence_bias": ({},),
     "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "forced_decoder_ids": ([],),
-    "exponential_decay_length_penalty": (),
     "stop_strings": ([],),
-    "watermarking_config": (),
+    "token_healing": (False,),
 }
-"""Fields of transformers that would change the tokens and are not applied, and their values that change nothing."""
+"""Fields that would change the tokens and are not applied, and their values that change nothing."""
+HARMLESS = re.compile(
+    r"(bos|pad|eos|decoder_start)_token_id|_from_model_config|transformers_version|do_sample|early_stopping|"
+    r"renormalize_logits|remove_invalid_values|(output|return)_\w+|\w*(cache|compile|assistant|lookbehind)\w*|low_memory|"
+    r"prefill_chunk_size|continuous_batching_config|max_matching_ngram_size|prompt_lookup_num_tokens|speculation_type|use_mtp"
+)
+"""Fields that change no tokens here. (The end tokens among them are read elsewhere; early_stopping is for beams.)"""
 
 
 class Defaults(NamedTuple):
@@ -64,8 +67,12 @@ def model_defaults(generation: Mapping[str, Any]) -> Defaults:
             f"generation_config.json: {error}; mend the file, or leave it aside with generation_config off"
         ) from None
     left_out = [
-        f"{name}={generation[name]!r}"
-        for name, neutral in NEUTRAL.items()
-        if generation.get(name) is not None and generation[name] not in neutral
+        f"{name}={value!r}"
+        for name, value in generation.items()
+        if value is not None and name not in names and not _is_harmless(name, value)
     ]
     return Defaults(found, left_out)
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    return HARMLESS.fullmatch(name) is not None or value in {**NEUTRAL, **SAMPLED}.get(name, ())

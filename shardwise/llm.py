@@ -133,6 +133,10 @@ class LLM:
         else:
             assert prompt is not None
             tokens = list(prompt)
+            known = range(self.source.config.vocab_size)
+            for token in tokens:
+                if type(token) is not int or token not in known:  # True is an int too
+                    raise ValueError(f"the prompt: {token!r} is not a token id from 0 to {known[-1]}")
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
         number, *others = itertools.islice(self._numbers, params.n)  # in a row: see abort
         began = text if params.echo else ""
@@ -221,7 +225,7 @@ class LLM:
             from shardwise.grammar import Grammars
 
             if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer, self.source.config.vocab_size)
+                self._grammars = Grammars(self.tokenizer, self.source.config.vocab_size, self.eos)
             ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
             matcher = self._grammars.compile(params, ends)
         for at, number in enumerate(numbers):

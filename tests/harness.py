@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Run
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
-from shardwise.runtime.executor import Executor
+from shardwise.runtime.executor import Executor, Rank
 from shardwise.runtime.launch import RunPlan, plan_run, runner_spec
 from shardwise.runtime.local import ThreadExecutor
 from shardwise.runtime.logits import Row
@@ -33,7 +33,8 @@ from shardwise.runtime.runner import Runner
 from shardwise.runtime.sampler import Sampler
 from shardwise.runtime.source import Source, open_source
 from shardwise.schedule.sequence import Request
-from shardwise.schedule.step import Sampling
+from shardwise.schedule.speculation import Tally
+from shardwise.schedule.step import Logprob, Sampling
 from shardwise.weights.checkpoint import Checkpoint
 from shardwise.weights.load import load
 
@@ -62,6 +63,10 @@ class Answer:
     tokens: list[int]
     digest: str
     reason: str | None
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    drafts: Tally | None = field(default=None, compare=False)
+    """What became of its drafts, which may differ where the answer doesn't."""
 
 
 def plan_of(path: Path, layout: str, **settings: Any) -> RunPlan:
@@ -74,7 +79,7 @@ def start_threads(plan: RunPlan, on_progress: object = None) -> list[Executor]:
     layout = plan.engine.layout
     spec = runner_spec(plan)
     return [
-        ThreadExecutor(Layout(tp=layout.tp, pp=layout.pp), lambda place, axes: Runner(spec, place, *axes))
+        ThreadExecutor(Layout(tp=layout.tp, pp=layout.pp), lambda place, axes: rank(spec, place, *axes))
         for _ in range(layout.dp)
     ]
 
@@ -102,27 +107,35 @@ def threaded_llm(path: Path, layout: str = "1", **settings: Any) -> Iterator[LLM
 
 def run(executors: Sequence[Executor], plan: RunPlan, jobs: Sequence[Job], **settings: Any) -> list[Answer]:
     """Run all jobs together; ``settings`` are the scheduler's."""
+    return run_on(replicas_of(executors, plan, **settings), jobs)
+
+
+def replicas_of(executors: Sequence[Executor], plan: RunPlan, **settings: Any) -> Replicas:
+    """The engines of the executors; ``settings`` are their schedulers'."""
     eos = settings.pop("eos", plan.source.eos)
-    engines = [Engine(each, make_scheduler(plan, eos, **settings), NoText()) for each in executors]  # type: ignore[arg-type]
-    replicas = Replicas(engines)
-    return run_on(replicas, jobs)
+    return Replicas([Engine(each, make_scheduler(plan, eos, **settings), NoText()) for each in executors])  # type: ignore[arg-type]
 
 
-def run_on(replicas: Replicas, jobs: Sequence[Job]) -> list[Answer]:
-    tokens: list[list[int]] = [[] for _ in jobs]
+def run_on(replicas: Replicas, jobs: Sequence[Job], checked: bool = True) -> list[Answer]:
+    """Run all jobs together, the schedulers ``checked`` after each step."""
+    answers = [Answer([], "", None) for _ in jobs]
     digests = [hashlib.blake2b(digest_size=8) for _ in jobs]
-    reasons: list[str | None] = [None] * len(jobs)
     for number, job in enumerate(jobs):
         replicas.add(Request(number, tuple(job.prompt), job.params, job.params.seed or 0, want_logits=True))
     while replicas.has_work:
         for output in replicas.step():
-            tokens[output.request_id] += output.token_ids
+            answer = answers[output.request_id]
+            answer.tokens += output.token_ids
+            answer.logprobs += output.logprobs
+            answer.prompt_logprobs += output.prompt_logprobs
+            answer.reason, answer.drafts = output.finish_reason, output.drafts
             for row in output.logits:
                 digests[output.request_id].update(row)
-            reasons[output.request_id] = output.finish_reason
-        for engine in replicas.engines:
+        for engine in replicas.engines if checked else ():
             engine.scheduler.check()
-    return [Answer(*item) for item in zip(tokens, [digest.hexdigest() for digest in digests], reasons, strict=True)]
+    for answer, digest in zip(answers, digests, strict=True):
+        answer.digest = digest.hexdigest()
+    return answers
 
 
 def whole_weights(source: Source) -> dict[str, Tensor]:

@@ -23,11 +23,13 @@ LLAMAS: dict[str, dict[str, Any]] = {
 """Head, kv and vocabulary counts of which most divide by nothing; hidden is not always heads x dim (C55)."""
 
 
-def save_llama(path: Path, shape: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **extra: Any) -> Path:
-    """A random Llama of one of the shapes above."""
+def save_llama(
+    path: Path, shape: str | dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float64, **extra: Any
+) -> Path:
+    """A random Llama of one of the shapes above, or of one alike."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = LLAMAS[shape]
+    size = LLAMAS[shape] if isinstance(shape, str) else shape
     config = LlamaConfig(
         hidden_size=size["hidden"],
         num_attention_heads=size["heads"],

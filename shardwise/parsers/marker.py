@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 SPACE = " \t\r\n"
 """White space around markers and in JSON."""
-_BLANK = re.compile(rf"[{SPACE}]*")
 
 
 def begun(text: str, marker: str, place: int = 0) -> int:
@@ -16,10 +13,3 @@ def begun(text: str, marker: str, place: int = 0) -> int:
     """
     at = text.rfind(marker[0], max(place, len(text) - len(marker) + 1))
     return len(text) - at if at >= 0 and marker.startswith(text[at:]) else 0
-
-
-def past_space(text: str, place: int) -> int:
-    """Where the white space that may begin at ``text[place]`` ends."""
-    found = _BLANK.match(text, place)
-    assert found, "it matches no text, too"
-    return found.end()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.parsers.marker import SPACE, begun, past_space
+from shardwise.parsers.marker import SPACE, begun
 from shardwise.parsers.message import ToolCallDelta
 from shardwise.parsers.value import Value
 
@@ -18,54 +19,54 @@ class ToolFormat:
 
     markers: tuple[str, ...]
     """What a tokenizer may hold for special and decoding must keep. The first begins calls."""
-    opens: str
-    """Characters that may follow the marker and white space."""
     opening: re.Pattern[str]
-    """What follows them, to a call's brace; or, as group ``name``, a name, to its arguments."""
-    joins: str
-    """Characters with which ``joining`` may begin."""
+    """What follows the marker: to a call's brace; or, as group ``name``, a name, to its arguments."""
+    opens: str
+    """Characters with which that may begin after white space."""
     joining: re.Pattern[str]
-    """What may follow a call and white space: to the brace of the next one, or to the end of the calls."""
+    """What may follow a call: to the brace of the next one, or to the end of the calls."""
+    joins: str
+    """Characters with which that may begin after white space."""
     at_start: bool = False
-    """The text may begin with a call, without a marker; then arguments must be there, as it may be any JSON."""
+    """The text may begin with a call, without a marker; then it needs arguments, as it may be any JSON."""
 
 
 _W = rf"[{SPACE}]*"
+_BRACE = re.compile(rf"{_W}\{{")
 HERMES = ToolFormat(
     markers=("<tool_call>", "</tool_call>"),
+    opening=_BRACE,
     opens="{",
-    opening=re.compile(r"\{"),
+    joining=re.compile(rf"[}}{SPACE}]*</tool_call>"),  # models often write a brace too many
     joins="<}",
-    # models often write a brace too many
-    joining=re.compile(rf"[}}{SPACE}]*</tool_call>"),
 )
 LLAMA3_JSON = ToolFormat(
     markers=("<|python_tag|>",),
+    opening=_BRACE,
     opens="{",
-    opening=re.compile(r"\{"),
+    joining=re.compile(rf"{_W};?{_W}\{{"),
     joins=";{",
-    joining=re.compile(rf";?{_W}\{{"),
     at_start=True,
 )
+_ID_AND_ARGS = rf"(?:\[CALL_ID\]{_W}\w*{_W})?(?:\[ARGS\]{_W})?"
 MISTRAL = ToolFormat(
     markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    opens="[ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_",
-    opening=re.compile(
-        rf"\[{_W}\{{|(?P<name>[\w.-]+){_W}(?:\[CALL_ID\]{_W}\w*{_W})?(?:\[ARGS\]{_W})?(?=\{{)", re.ASCII
-    ),
+    opening=re.compile(rf"{_W}(?:\[{_W}\{{|(?P<name>[\w.-]+){_W}{_ID_AND_ARGS}(?=\{{))", re.ASCII),
+    opens="[_" + string.ascii_letters + string.digits,
+    joining=re.compile(rf"{_W}(?:,{_W}\{{|\])"),
     joins=",]",
-    joining=re.compile(rf",{_W}\{{|\]"),
 )
 
 _STRING = r'[^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*'
-_PAIR = (
-    rf'"(?:name"{_W}:{_W}"(?P<name>{_STRING})"'
-    rf'|(?!name"{_W}:{_W}")(?P<key>{_STRING})"{_W}:{_W}(?:(?=["{{\[])|(?P<plain>[-+.\w]+)(?=[,}}{SPACE}])))'
-)
-_FIRST = re.compile(_W + _PAIR)
-_NEXT = re.compile(rf"{_W}(?:(?P<close>\}})|,{_W}{_PAIR})")
+_VALUE = rf'(?:(?P<plain>[-+.\w]+(?=[,}}{SPACE}])|\{{{_W}\}})|(?=["{{\[]))'
+_NAME = rf'name"{_W}:{_W}"'
+_PAIR = rf'{_W}"(?:{_NAME}(?P<name>{_STRING})"|(?!{_NAME})(?P<key>{_STRING})"{_W}:{_W}{_VALUE})'
+_FIRST = re.compile(_PAIR)
+_NEXT = re.compile(rf"{_W}(?:(?P<close>\}})|,{_PAIR})")
 _LIMIT = 256
-"""A name, key, number or marker, with what surrounds it, is no longer: so no text is looked at again and again."""
+"""No pattern matches more, so that no text is looked at again and again; a longer name or key is none."""
+_MOST = 1000
+"""So many calls, broken ones and needless keys included, are read in one message; what follows is content."""
 
 
 @dataclass(slots=True)
@@ -79,8 +80,6 @@ class _Call:
     """Those that came before the name, or None before any."""
     others: bool = False
     """It has keys that no call has."""
-    told: bool = False
-    """It is a call for good."""
 
 
 class Tools:
@@ -89,9 +88,9 @@ class Tools:
     A call begins to be told as soon as its name and the first character of its arguments are known, in whatever order
     they come. From then on it is a call, though its JSON may break later: its arguments go as far as they came, and
     reading goes on behind them. What breaks before is content, every character of it, and reading goes on where it
-    broke. Arguments are told exactly as written, except that none and ``null`` are ``{}``. White space beside calls is
-    dropped where it would begin or end the content. Whatever the pieces, they join to the same, and any text costs time
-    in proportion to its length.
+    broke. Arguments are told exactly as written, except that none and ``null`` are ``{}``. White space at the end of
+    the content is dropped if a call follows it. Whatever the pieces, they join to the same, and any text costs time in
+    proportion to its length.
     """
 
     def __init__(self, form: ToolFormat):
@@ -103,9 +102,18 @@ class Tools:
         self._place = 0
         """Text before it has been read."""
         self._mark = 0
-        """Text from here to ``_place`` belongs to ``_held``."""
+        """Text before it has gone its way."""
+        self._start = -1
+        """Where what may be a call begins, if one is being read."""
         self._held: list[str] = []
-        """What has been read of a call that is none as yet."""
+        """What has been read of it in earlier pieces."""
+        self._told = False
+        """What is being read is a call for good."""
+        self._call = _Call()
+        self._pair = _FIRST
+        self._scan = Value("")
+        self._scans_arguments = False
+
         self._space: list[str] = []
         """White space after the content so far."""
         self._adjoins = False
@@ -113,20 +121,22 @@ class Tools:
         self._content: list[str] = []
         self._calls: list[tuple[int, str | None, list[str]]] = []
         self._count = 0
-        self._call = _Call()
-        self._pair = _FIRST
-        self._scan = Value()
-        self._scans_arguments = False
+        self._tries = 0
 
     def push(self, text: str, final: bool = False) -> tuple[str, list[ToolCallDelta]]:
         """The next piece of text; returns what is certain now: (content, calls). The last one is ``final``."""
         self._text = self._text[self._place :] + text
         self._place = self._mark = 0
+        if self._start > 0:
+            self._start = 0
         self._final = final
         while self._state():
             pass
-        if self._mark < self._place and not self._call.told:
-            self._held.append(self._text[self._mark : self._place])
+        if self._start >= 0:
+            self._say(self._text[self._mark : self._start])
+            self._held.append(self._text[self._start : self._place])
+        elif not self._told:
+            self._say(self._text[self._mark : self._place])
         if final and not self._adjoins:
             self._content += self._space
         content, self._content = "".join(self._content), []
@@ -135,29 +145,23 @@ class Tools:
 
     def _prose(self) -> bool:
         marker = self._form.markers[0]
-        at = self._text.find(marker, self._place)
-        end = at if at >= 0 else len(self._text)
-        if at < 0 and not self._final:
-            end -= begun(self._text, marker, self._place)
-        self._say(self._text[self._place : end])
-        self._place = self._mark = end
+        at = self._text.find(marker, self._place) if self._tries < _MOST else -1
         if at < 0:
+            waiting = 0 if self._final else begun(self._text, marker, self._place)
+            self._place = len(self._text) - waiting
             return False
-        self._place += len(marker)
-        self._call = _Call()
+        self._tries += 1
+        self._start, self._place = at, at + len(marker)
         self._state = self._opening
         return True
 
     def _opening(self) -> bool:
-        self._place = past_space(self._text, self._place)
-        if self._place < len(self._text) and self._text[self._place] not in self._form.opens:
-            return self._break()
         found = self._match(self._form.opening)
         if not found:
-            return self._enough() and self._break()
+            return not self._may_begin(self._form.opens) and self._break()
         self._place = found.end()
         if found.lastgroup:
-            self._call = _Call(found["name"], in_object=False, arguments=[])
+            self._call = _Call(found["name"], in_object=False)
             self._tell()
             self._begin_value(arguments=True)
         else:
@@ -165,20 +169,17 @@ class Tools:
         return True
 
     def _joining(self) -> bool:
-        end = past_space(self._text, self._place)
-        if self._place < end:
-            self._space.append(self._text[self._place : end])
-        self._place = self._mark = end
-        if end == len(self._text):
-            return False
-        possible = self._text[end] in self._form.joins
-        found = self._match(self._form.joining) if possible else None
-        if possible and not found and not self._enough():
+        found = self._match(self._form.joining)
+        if not found and self._may_begin(self._form.joins):
             return False
         self._state = self._prose
         if found:
             self._place = found.end()
-            if found[0][-1] == "{":
+            if self._text[self._place - 1] != "{":
+                self._mark = self._place
+            elif self._tries < _MOST:
+                self._tries += 1
+                self._start = found.start()
                 self._begin_object()
         return True
 
@@ -188,17 +189,21 @@ class Tools:
             return self._enough() and self._break()
         self._place = found.end()
         self._pair = _NEXT
+        call = self._call
         if found.lastgroup == "close":
             return self._close()
         if found.lastgroup == "name":
-            return bool(self._call.name) or self._take_name(found["name"])
-        arguments = found["key"] in ("arguments", "parameters") and self._call.arguments is None
+            return bool(call.name) or self._take_name(found["name"])
+        arguments = found["key"] in ("arguments", "parameters") and call.arguments is None
         if arguments:
-            self._call.arguments = []
-            if self._call.name:
+            call.arguments = []
+            if call.name:
                 self._tell()
-        elif found["key"] not in ("type", "id"):
-            self._call.others = True
+        else:
+            call.others |= found["key"] not in ("type", "id")
+            self._tries += 1
+            if self._tries > _MOST:
+                return self._break()
         if not found["plain"]:
             self._begin_value(arguments)
         elif arguments:
@@ -223,31 +228,39 @@ class Tools:
         unfinished = not self._scan.done and not self._scan.broken
         if unfinished and self._final:
             self._place = len(self._text)
-        if self._scans_arguments:
+        if self._scans_arguments and start < self._place:
             self._argue(self._text[start : self._place])
-        if self._scan.done:
-            self._state = self._pairs if self._call.in_object else self._prose
+        if not self._scan.done:
+            return (self._final or not unfinished) and self._break()
+        if self._call.in_object:
+            self._state = self._pairs
             return True
-        return (self._final or not unfinished) and self._break()
+        return self._end()
 
     def _close(self) -> bool:
-        call = self._call
-        if not call.told:
-            if not call.name or call.others or self._form.at_start:
+        if not self._told:
+            if not self._call.name or self._call.others or self._form.at_start:
                 return self._break()
-            call.arguments = ["{}"]
+            self._call.arguments = ["{}"]
             self._tell()
-        self._state = self._joining
-        return True
+        return self._end()
 
     def _break(self) -> bool:
         """What has been read goes no further: as a call if it is one, else as content."""
-        if self._call.told:
-            self._state = self._joining if self._call.in_object else self._prose
-        else:
-            self._say("".join([*self._held, self._text[self._mark : self._place]]))
+        if self._told:
+            return self._end()
+        if self._held:
+            self._say("".join(self._held))
             self._held = []
-            self._state = self._prose
+        self._start = -1
+        self._state = self._prose
+        return True
+
+    def _end(self) -> bool:
+        """The call ends here."""
+        self._told = False
+        self._mark = self._place
+        self._state = self._joining if self._call.in_object else self._prose
         return True
 
     def _begin_object(self) -> None:
@@ -256,18 +269,21 @@ class Tools:
         self._state = self._pairs
 
     def _begin_value(self, arguments: bool) -> None:
-        self._scan = Value()
+        self._scan = Value(self._text[self._place])
         self._scans_arguments = arguments
         self._state = self._value
 
     def _tell(self) -> None:
+        """What is being read is a call."""
+        self._say(self._text[self._mark : self._start])
+        self._start = -1
+        self._held = []
+        self._told = self._adjoins = True
         self._calls.append((self._count, self._call.name, self._call.arguments or []))
         self._count += 1
-        self._call.told = self._adjoins = True
-        self._held = []
 
     def _argue(self, piece: str) -> None:
-        if not self._call.told and self._call.arguments is not None:
+        if not self._told and self._call.arguments is not None:
             self._call.arguments.append(piece)
         elif self._calls:
             self._calls[-1][2].append(piece)
@@ -286,6 +302,11 @@ class Tools:
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         return pattern.match(self._text, self._place, self._place + _LIMIT)
 
+    def _may_begin(self, firsts: str) -> bool:
+        """With more text, a pattern that begins so may match."""
+        rest = self._text[self._place : self._place + _LIMIT].lstrip(SPACE)
+        return not self._enough() and (not rest or rest[0] in firsts)
+
     def _enough(self) -> bool:
-        """More text wouldn't make a pattern match."""
+        """More text would not make a pattern match."""
         return self._final or len(self._text) - self._place >= _LIMIT

@@ -9,6 +9,7 @@ Knows neither models nor steps: it is told outcomes and durations, and has no cl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from shardwise.config import MAX_DRAFTS, Speculation
@@ -31,6 +32,7 @@ FIRST_WAIT, LAST_WAIT = 32.0, 4096.0
 AGAIN_WAIT = 8.0
 HOPE = 0.0
 SETTLED = 8
+AGE=.995
 EVERY=64
 INITIAL=4
 """Rounds with drafts in a row after which speculation is known to pay again."""
@@ -53,6 +55,10 @@ class Tally:
             self.rounds[accepted] += 1
             self.proposed += proposed
             self.accepted += accepted
+
+    def __add__(self, other: Tally) -> Tally:
+        rounds = [a + b for a, b in zip_longest(self.rounds, other.rounds, fillvalue=0)]
+        return Tally(rounds, self.proposed + other.proposed, self.accepted + other.accepted)
 
     @property
     def rate(self) -> float:
@@ -259,6 +265,10 @@ class Speculator:
         plain = fixed / drafting.num_sequences + row
         extra = row + drow + dfixed / sharers
         drafting.num_settled = 0
+        o = drafting.odds[kind]
+        o.hits *= AGE
+        o.tries *= AGE
+        o.trust += (1 - AGE) * (TRUST - o.trust)
         self._idle += plain
         if self._idle < self._wait * extra:
             return 0
