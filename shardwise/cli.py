@@ -30,6 +30,7 @@ DtypeOption = Annotated[str, typer.Option(help=f"Number format of the weights: {
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 KernelsOption = Annotated[str, typer.Option(help="auto, native or torch.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+SpeculateOption = Annotated[str | None, typer.Option(help="draft=MODEL, ngram or self, then ,k=auto and more.")]
 SplitOption = Annotated[str | None, typer.Option(help="Shares of the tp ranks, such as 3,1.")]
 StagesOption = Annotated[str | None, typer.Option(help="Layers of the pp stages, such as 12,18.")]
 
@@ -106,7 +107,7 @@ def generate(
     max_chunk: Annotated[int, typer.Option(help="Most new tokens of one sequence in one step.")] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences running at once.")] = 256,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of equal beginnings.")] = True,
-    speculate: Annotated[str | None, typer.Option(help="draft=MODEL, ngram or self, then ,k=auto and more.")] = None,
+    speculate: SpeculateOption = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is generated (one prompt).")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -176,6 +177,7 @@ def inspect(
     device: DeviceOption = "auto",
     split: SplitOption = None,
     stages: StagesOption = None,
+    speculate: SpeculateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's numbers and what each rank would hold, without reading weights."""
@@ -187,6 +189,7 @@ def inspect(
         device=device,
         split=_numbers("split", split, float),
         stages=_numbers("stages", stages, int),
+        speculate=Speculation.parse(speculate) if speculate is not None else None,
     )
     document = describe(model, engine)
     if as_json:

@@ -303,5 +303,6 @@ def make_scheduler(plan: RunPlan, eos: frozenset[int], **settings: Any) -> Sched
         "secret": secrets.token_bytes(32),
         "speculation": engine.speculate,
         "max_draft_len": plan.draft.max_len if plan.draft is not None else None,
+        "num_draft_ids": plan.draft.num_ids if plan.draft is not None else None,
     }
     return Scheduler(**{**chosen, **settings})

@@ -14,6 +14,8 @@ from shardwise.schedule.step import Logprob
 
 Row = dict[str, Any] | str
 """A line's object, or what is wrong with the line."""
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON has not, as in OpenAI's answers."""
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -76,8 +78,8 @@ def _part(part: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprob(item: Logprob) -> dict[str, Any]:
-    top = [{"token_id": token, "logprob": logprob} for token, logprob in item.top]
-    return {"token_id": item.token, "logprob": item.logprob, "top": top}
+    top = [{"token_id": token, "logprob": max(logprob, LEAST)} for token, logprob in item.top]
+    return {"token_id": item.token, "logprob": max(item.logprob, LEAST), "top": top}
 
 
 def timings_of(load_s: float, results: Sequence[RequestOutput]) -> dict[str, float | int]:

@@ -74,7 +74,7 @@ def plan_of(path: Path, layout: str, **settings: Any) -> RunPlan:
     return plan_run(open_source(path), EngineConfig(layout=Layout.parse(layout), **settings))
 
 
-def start_threads(plan: RunPlan, on_progress: object = None) -> list[Executor]:
+def start_threads(plan: RunPlan, on_progress: object = None, rank: Callable[..., Rank] = Runner) -> list[Executor]:
     """The replicas of a layout, every rank a thread."""
     layout = plan.engine.layout
     spec = runner_spec(plan)
@@ -85,9 +85,9 @@ def start_threads(plan: RunPlan, on_progress: object = None) -> list[Executor]:
 
 
 @contextmanager
-def threads(plan: RunPlan) -> Iterator[list[Executor]]:
+def threads(plan: RunPlan, rank: Callable[..., Rank] = Runner) -> Iterator[list[Executor]]:
     """The same, ended when the block is left."""
-    executors = start_threads(plan)
+    executors = start_threads(plan, rank=rank)
     try:
         yield executors
     finally:

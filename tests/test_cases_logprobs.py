@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,8 @@ from shardwise import reference
 from shardwise.llm import LLM
 from shardwise.params import SamplingParams
 from shardwise.runtime.source import open_source
+from shardwise.schedule.blocks import BlockPool
+from shardwise.schedule.sequence import Sequence
 from shardwise.schedule.step import Logprob
 from tests.cases import LAYOUTS, ask, by, check_idle, streamed
 from tests.harness import threaded_llm, whole_weights
@@ -46,7 +48,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
 
 
 def check_true(
-    llm: LLM, weights: dict[str, Tensor], tokens: list[int], start: int, found: Sequence[Logprob], top: int
+    llm: LLM, weights: dict[str, Tensor], tokens: list[int], start: int, found: list[Logprob], top: int
 ) -> None:
     """``found`` are those of ``tokens[start:]``, by the oracle: their own, and the likeliest in order."""
     assert [item.token for item in found] == tokens[start : start + len(found)]
@@ -105,7 +107,7 @@ def test_prompt_logprobs_with_a_prefix_cache(llm: LLM, weights: dict[str, Tensor
     assert (again.prompt_logprobs, again.outputs) == (first.prompt_logprobs, first.outputs)
     assert beside.prompt_logprobs == []
     check_true(llm, weights, other.prompt_token_ids, 1, other.prompt_logprobs, 3)
-    assert other.prompt_logprobs[:39] == first.prompt_logprobs[:39]
+    assert other.prompt_logprobs[:38] == first.prompt_logprobs[:38]
     pieces = streamed(llm, LONG, scored).pieces
     assert [item for piece in pieces for item in piece.prompt_logprobs] == first.prompt_logprobs
 
@@ -126,29 +128,37 @@ def test_prompt_logprobs_without_tokens(llm: LLM, weights: dict[str, Tensor]) ->
     assert several.prompt_logprobs == result.prompt_logprobs
 
 
-HARD: list[dict[str, Any]] = [
-    {"max_chunk": 7},
-    {"max_chunk": 1, "max_batch_tokens": 3},
-    {"kv_tokens": 96, "max_chunk": 16},
-    {"kv_tokens": 96, "max_chunk": 7, "max_num_seqs": 3},
-    {"prefix_cache": False},
+HARD: list[tuple[dict[str, Any], bool]] = [
+    ({"max_chunk": 7}, False),
+    ({"max_chunk": 16, "max_batch_tokens": 20}, False),
+    ({"prefix_cache": False}, False),
+    ({"kv_tokens": 96, "max_chunk": 1}, True),
+    ({"kv_tokens": 96, "max_chunk": 2, "prefix_cache": False}, True),
 ]
+"""Settings, and whether a long prompt is preempted under them."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prompt_logprobs_come_what_may(model: Path, layout: str) -> None:
     """C63: chunks, preemption and recomputation neither lose, repeat nor change a log-probability of the prompt."""
-    prompts = [LONG, OTHER, LONG, LONG[:17]]
-    scored = by({"max_tokens": 14, "ignore_eos": True, "prompt_logprobs": 2, "logprobs": 2})
+    prompts = ["another" * 2, LONG, OTHER]
+    params = [by({"ignore_eos": True, "prompt_logprobs": 2, "logprobs": 2, "max_tokens": n}) for n in (24, 4, 4)]
     with threaded_llm(model, layout, dtype="float64") as llm:
-        easy = llm.generate(prompts, scored)
-    for settings in HARD:
+        easy = llm.generate(prompts, params)
+    for settings, scarce in HARD:
+        preempted: list[int] = []  # what was scored of them
         with threaded_llm(model, layout, dtype="float64", **settings) as llm:
             pool = llm._replicas.engines[0].scheduler.pool
-            with patch.object(pool, "release", wraps=pool.release) as release:
-                hard = llm.generate(prompts, scored)
-            assert (release.call_count > len(prompts)) == ("kv_tokens" in settings)  # preempted at least once
-            check_idle(llm)
+
+            def release(sequence: Sequence, pool: BlockPool = pool, seen: list[int] = preempted) -> None:
+                seen += [sequence.scored] if sequence.finish_reason is None else []
+                BlockPool.release(pool, sequence)
+
+            with patch.object(pool, "release", release):
+                hard = llm.generate(prompts, params)
+        assert bool(preempted) == scarce
+        if layout in ("1", "tp2") and settings.get("max_chunk") == 1:  # stages always hold some of a prompt's chunks
+            assert any(0 < scored < len(LONG) - 1 for scored in preempted)
         for result, expected in zip(hard, easy, strict=True):
             assert result.prompt_logprobs == expected.prompt_logprobs, settings
             assert result.outputs == expected.outputs, settings

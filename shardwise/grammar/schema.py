@@ -61,6 +61,10 @@ def read_schema(text: str, check_pattern: Callable[[str], None]) -> tuple[dict[s
     if schema is True:
         schema = {}
     reader = _Reader(schema, check_pattern)
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text in it holds half a surrogate pair; remove it") from None
     reader.read(schema, "#")
     reader.resolve()
     schema.pop("$schema", None)
@@ -122,12 +126,12 @@ class _Reader:
         elif name in NUMBERS:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{at} must be a number, not {json.dumps(value)[:50]}")
-            _check_exact(value, at)
+            _check_value(value, at)
         elif name in COUNTS:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
                 raise ValueError(f"{at} must be a whole number from 0 to {MAX_COUNT}, not {json.dumps(value)[:50]}")
         elif name in ("enum", "const"):
-            _check_exact(value, at)
+            _check_value(value, at)
         elif name == "required":
             for word in _kind(value, list, at):
                 _kind(word, str, at)
@@ -181,10 +185,13 @@ def _count(root: Any) -> int:
     raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; name parts of it in $defs")
 
 
-def _check_exact(value: Any, at: str) -> None:
+def _check_value(value: Any, at: str) -> None:
+    """Refuse a constant that has no exact spelling here."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            _check_exact(part, at)
+            _check_value(part, at)
+    elif isinstance(value, str) and (found := re.search(r"[^\b\t\n\f\r -~\x80-\U0010ffff]", value)):
+        raise ValueError(f"{at}: the control character U+{ord(found[0]):04X} can't be generated; leave it out")
     elif (isinstance(value, int) and abs(value) > EXACT) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{at}: {str(value)[:50]} is beyond the whole numbers that float64 holds, 2^53")
 

@@ -11,7 +11,8 @@ from itertools import takewhile
 import numpy as np
 from torch import Tensor
 
-from shardwise.runtime.sampler import Row, Sampler
+from shardwise.runtime.logits import Row
+from shardwise.runtime.sampler import Sampler
 from shardwise.schedule.step import Chunk, Logprob, Step, StepResult
 
 

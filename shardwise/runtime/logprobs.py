@@ -18,7 +18,7 @@ from shardwise.runtime.logits import check
 from shardwise.schedule.step import Logprob
 
 PIECE = 2**18
-"""Logits of a rank looked at together: their float64 copies stay in the cache, where those of a prompt take gigabytes."""
+"""Logits of a rank looked at together: float64 copies of these stay in the cache; those of a prompt take gigabytes."""
 GRAIN = 2.0**30
 """Exponentials are counted in units of 2^-30 and the rest in units of 2^-60: float64 adds 2^23 of either exactly."""
 

@@ -80,21 +80,25 @@ class Constraint:
     def masks(self, tokens: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
         """A mask for each row after ``tokens``, then after each of ``drafts`` up to the first that may not stand.
 
-        Hence one mask more than there are drafts worth verifying.
+        Hence one mask more than there are drafts worth verifying. After a draft with which the sequence would end,
+        the last of them then, anything may come: it will be left out.
         """
         before = list(tokens)
         masks = [self._first(before)]
         taken = 0
         for token in drafts:
-            if not masks[-1] >> token & 1 or token in self._ends:
+            if not masks[-1] >> token & 1:
+                break
+            if token in self._ends:
+                masks.append(self._everything)
                 break
             if self._matcher is not None and not self._matcher.advance(token):
                 break
             taken += 1
             before.append(token)
-            masks.append(self._mask(before))
-            if not masks[-1]:  # a grammar that is complete: whoever draws this draft ends there
-                masks.pop()
+            mask = self._mask(before)
+            masks.append(mask or self._everything)
+            if not mask:  # a grammar that is complete
                 break
         if self._matcher is not None and taken:
             self._matcher.rollback(taken)

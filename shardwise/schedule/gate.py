@@ -21,7 +21,7 @@ class Gate:
     vocab_size: int
     eos: frozenset[int]
     optimal: bool
-    """Sequences accept drafts by rejection sampling."""
+    """Sequences that sample accept drafts by rejection sampling; at temperature 0 it is the same as equality."""
 
     def admit(self, request: Request, arrival: int) -> Sequence:
         """The sequence of a request. ValueError with the remedy if it can never run."""
@@ -30,7 +30,7 @@ class Gate:
         params = request.params
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         constraint = self._constraint(request, stops)
-        return Sequence(request, arrival, self._max_len(request), stops, constraint, optimal=self.optimal)
+        return Sequence(request, arrival, self._max_len(request), stops, constraint, optimal=self.optimal and params.temperature > 0)
 
     def _check_ids(self, request: Request) -> None:
         params = request.params

@@ -35,7 +35,8 @@ class Scheduler:
 
     Sizes are in tokens but for ``num_blocks`` (KV blocks) and ``num_in_flight``, the steps that the ranks can work on
     at once: their pipeline stages. ``eos`` ends a sequence unless it ignores that. ``secret`` keys the prefix cache.
-    ``speculation`` says where drafts come from; no draft is made beyond ``max_draft_len`` tokens of a sequence.
+    ``speculation`` says where drafts come from; no draft is made beyond ``max_draft_len`` tokens of a sequence,
+    nor of a token from ``num_draft_ids`` on.
 
     Why there is no deadlock: a sequence is admitted with blocks for all its tokens and later needs one at a time. A
     sequence short of a block takes those of the latest arrived that is not in flight, never of an earlier one; and no
@@ -58,6 +59,7 @@ class Scheduler:
         secret: bytes,
         speculation: Speculation | None = None,
         max_draft_len: int | None = None,
+        num_draft_ids: int | None = None,
     ) -> None:
         assert min(num_blocks, max_model_len, max_batch_tokens, max_chunk, max_num_seqs, num_in_flight, vocab_size) >= 1
         self.epoch = 0
@@ -71,6 +73,7 @@ class Scheduler:
         self._gate = Gate(max_model_len, num_blocks, vocab_size, eos, optimal)
         self.speculator = Speculator(speculation) if speculation is not None else None
         self._max_draft_len = max_draft_len or max_model_len
+        self._num_draft_ids = num_draft_ids or vocab_size
         self._num_added = 0
         self._num_steps = 0
         self._sequences: dict[int, Sequence] = {}  # unfinished, by request id
@@ -189,20 +192,28 @@ class Scheduler:
                 continue
             start = max(sequence.drafted, sequence.computed if speculator.shares_kv else 0)
             count = min(len(sequence.tokens) + len(sequence.drafts) - start, self._max_chunk, budget)
-            chunks.append(sequence.chunk(start, count, draft=True))
+            chunk = sequence.chunk(start, count, draft=True)
+            if chunk.masks and chunk.masks[0] and not any(chunk.masks[0][: self._num_draft_ids // 8]):
+                sequence.wanted = len(sequence.drafts)  # the draft model knows none of the tokens that may come
+                continue
+            chunks.append(chunk)
             sequence.in_flight += 1
             budget -= count
         return chunks
 
     def _keep_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Its drafts are now ``drafts``, without an end token, which is drawn and not verified, and what follows it."""
-        ends = (at for at, token in enumerate(drafts) if token in sequence.stops)
-        usable = next(ends, len(drafts))
-        if sequence.constraint is not None and usable:
-            usable = len(sequence.constraint.masks(sequence.tokens, drafts[:usable])) - 1
-        if usable < len(drafts):
-            sequence.wanted = usable
-        sequence.drafts = drafts[:usable]
+        """Its drafts are now ``drafts``, up to an end token.
+
+        That is drawn all the same and need not be verified, but rejection sampling must judge it: to leave out a draft
+        for what it is would bend the distribution.
+        """
+        end = next((at for at, token in enumerate(drafts) if token in sequence.stops), len(drafts))
+        kept = drafts[: end + sequence.optimal]
+        if sequence.constraint is not None and kept:
+            kept = kept[: len(sequence.constraint.masks(sequence.tokens, kept)) - 1]
+        if end < len(drafts) or len(kept) < len(drafts):
+            sequence.wanted = len(kept)
+        sequence.drafts = kept
 
     def _emit(self, chunks: list[Chunk], draft: bool = False) -> Step:
         number = self._num_steps

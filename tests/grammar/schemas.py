@@ -6,6 +6,7 @@ from typing import Any
 
 NULL, BOOL, INT, NUM, STR = ({"type": name} for name in ("null", "boolean", "integer", "number", "string"))
 ANY: dict[str, Any] = {}
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 
 
 def obj(properties: dict[str, Any], *required: str, **extra: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ TYPES: list[Any] = [
     {"type": ["number", "string", "boolean", "null"]},
     {"type": ["string"], "description": "one type in a list"},
     {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "integer", "title": "t", "default": 3},
-    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "boolean", "examples": [True], "$comment": "c"},
+    {**DRAFT_7, "type": "boolean", "examples": [True], "$comment": "c"},
     {"$id": "https://example.com/schema", "type": "null", "deprecated": True, "readOnly": True},
 ]
 VALUES: list[Any] = [
@@ -58,15 +59,14 @@ VALUES: list[Any] = [
     {"enum": [f"option {index}" for index in range(300)]},
 ]
 NUMBERS: list[Any] = [
-    *(whole(minimum=low) for low in (0, 1, -5, 100, 999)),
-    *(whole(maximum=high) for high in (0, 9, -1, 255)),
+    *(whole(minimum=low) for low in (0, -5, 999)),
+    *(whole(maximum=high) for high in (0, -1, 255)),
     *(whole(minimum=low, maximum=high) for low, high in ((0, 0), (1, 12), (-3, 3), (18, 120), (98, 1002), (-20, -7))),
     *(whole(exclusiveMinimum=0), whole(exclusiveMaximum=10), whole(exclusiveMinimum=1, exclusiveMaximum=4)),
     *(whole(minimum=1, exclusiveMaximum=3), whole(multipleOf=3), whole(multipleOf=10, minimum=5, maximum=60)),
     *(number(minimum=0), number(maximum=1), number(minimum=0, maximum=1), number(minimum=-1.5, maximum=2.25)),
     *(number(exclusiveMinimum=0), number(exclusiveMinimum=0, exclusiveMaximum=1), number(minimum=0.1, maximum=0.3)),
     *(number(multipleOf=0.5), number(multipleOf=0.25, minimum=0, maximum=3), number(minimum=1000000.5)),
-    {"minimum": 3, "maximum": 4},
 ]
 STRINGS: list[Any] = [
     *(text(minLength=low) for low in (1, 5)),
@@ -76,7 +76,7 @@ STRINGS: list[Any] = [
     *(text(pattern=pattern) for pattern in ("^(yes|no)$", '^[^"]*$', "^é+$", r"^\$[0-9]+\.[0-9]{2}$", "^a.c$", "/")),
     *(
         text(pattern=pattern)
-        for pattern in (r"^[\w.+-]+@[a-z]+\.[a-z]{2,3}$", r"^\s\S$", r"^\[\]\{\}$", "(?:ab){1,3}$")
+        for pattern in (r"^[\w.+-]+@[a-z]+\.[a-z]{2,3}$", r"^\s\S$", r"^\[\]\{\}$", "^(?:ab){1,3}$")
     ),
     *(text(pattern="^a+$", minLength=2, maxLength=4), text(pattern="^[a-z]*$", maxLength=5)),
     *(text(format=name) for name in ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6")),
@@ -112,8 +112,8 @@ ARRAYS: list[Any] = [
     *(array(prefixItems=[INT, STR]), array(prefixItems=[INT, STR], minItems=2), array(False), array(True, maxItems=3)),
     array(False, prefixItems=[INT, STR]),
     array(BOOL, prefixItems=[NULL], minItems=3),
-    array([INT, STR], additionalItems=False, minItems=1),
-    array([INT], additionalItems=NULL),
+    array([INT, STR], additionalItems=False, minItems=1, **DRAFT_7),
+    array([INT], additionalItems=NULL, **DRAFT_7),
     array(only({"id": INT, "name": text(maxLength=5)}), minItems=1, maxItems=3),
     array({"enum": ["a", "b"]}, minItems=1),
     array({"type": ["integer", "null"]}, maxItems=5),
@@ -144,7 +144,6 @@ COMBINED: list[Any] = [
 ]
 REFERENCES: list[Any] = [
     {**ref("a"), "$defs": {"a": STR}},
-    {"$ref": "#/definitions/a b", "definitions": {"a b": whole(minimum=1)}},
     {"$ref": "#/definitions/a%20b~1c", "definitions": {"a b/c": BOOL}},
     obj({"a": {"$ref": "#/properties/b"}, "b": BOOL}, "a"),
     {**ref("a"), "$defs": {"a": ref("b"), "b": ref("c"), "c": NULL}},
@@ -179,7 +178,7 @@ REFERENCES: list[Any] = [
 SCHEMAS: list[Any] = [*TYPES, *VALUES, *NUMBERS, *STRINGS, *OBJECTS, *ARRAYS, *COMBINED, *REFERENCES]
 
 DEEP: dict[str, Any] = {}
-for _ in range(17):
+for _ in range(40):
     DEEP = {"type": "array", "items": DEEP}
 
 REFUSED: list[tuple[Any, str]] = [
@@ -197,7 +196,7 @@ REFUSED: list[tuple[Any, str]] = [
     *(({name: ANY}, name) for name in ("unevaluatedItems", "unevaluatedProperties", "dependencies")),
     *(({name: "#a"}, name) for name in ("$dynamicRef", "$recursiveRef", "$anchor", "id")),
     (array(INT, uniqueItems=True), "uniqueItems"),
-    ({"dependentRequired": {"a": ["b"]}, "$schema": "http://json-schema.org/draft-07/schema#"}, "dependentRequired"),
+    ({"dependentRequired": {"a": ["b"]}, **DRAFT_7}, "dependentRequired"),
     (text(format="regex"), "regex"),
     (text(format="unknown"), "unknown"),
     (text(pattern="(?=a)b"), "look-around"),
@@ -228,16 +227,15 @@ REFUSED: list[tuple[Any, str]] = [
     (obj({"a": INT}, maxProperties=1, minProperties=1), "Properties"),
     (array(INT, additionalItems=STR), "additionalItems"),
     (array([INT], prefixItems=[STR]), "prefixItems"),
-    (array(INT, prefixItems=[STR], **{"$schema": "http://json-schema.org/draft-07/schema#"}), "prefixItems"),
+    (array(INT, prefixItems=[STR], **DRAFT_7), "prefixItems"),
     ({"allOf": [INT, STR]}, "nsatisfiable"),
     ({"type": "string", "const": 1}, "nsatisfiable"),
-    ({"const": "a\x01"}, "allows no text"),
+    ({"const": "a\x01"}, "U+0001"),
     ({"$ref": "#"}, "allows no text"),
     ({"$ref": "#/$defs/missing"}, "#/$defs/missing"),
     ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
     ({"$ref": 3}, "#/$ref"),
     ({"$ref": "#/examples/0", "examples": [INT]}, "#/examples/0"),
-    (only({"a": {"$ref": "#"}}), "allows no text"),
     (DEEP, "32 levels"),
     ({"enum": list(range(10_000))}, "10000 values"),
     (obj({f"p{index}": INT for index in range(1001)}), "1001 optional properties"),

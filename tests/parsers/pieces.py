@@ -18,7 +18,7 @@ def cuts(text: str) -> st.SearchStrategy[list[int]]:
 def in_pieces(parser: Parser, text: str, places: Sequence[int] | None = None) -> Message:
     """The message of a text cut at the places, or behind each character."""
     ends = [0, *sorted(range(len(text)) if places is None else places), len(text)]
-    deltas = [parser.push(text[start:end]) for start, end in zip(ends, ends[1:])]
+    deltas = [parser.push(text[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
     deltas.append(parser.finish())
     for delta in deltas:  # the shape that OpenAI's clients rely on
         for index, call in enumerate(delta.tool_calls):

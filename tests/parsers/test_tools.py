@@ -35,9 +35,9 @@ TEXTS: list[tuple[str, str, str | None, Calls]] = [
     ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>', None, [("a", '"{\\"x\\": 1}"')]),
     (
         "hermes",
-        '<tool_call>{"name": "a", "arguments": {"x": [1, 2.50, {"y": -1e-9}], "z": "\\u00e9é\U0001f600\\n"}}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": {"x": [1, 2.50, {"y": -1e-9}], "z": "\\u00e9é\U0001f600"}}</tool_call>',
         None,
-        [("a", '{"x": [1, 2.50, {"y": -1e-9}], "z": "\\u00e9é\U0001f600\\n"}')],
+        [("a", '{"x": [1, 2.50, {"y": -1e-9}], "z": "\\u00e9é\U0001f600"}')],
     ),
     ("hermes", '<tool_call>{"name": "caf\\u00e9 \\"x\\"", "arguments": {}}</tool_call>', None, [('café "x"', "{}")]),
     # markers and brackets in strings
@@ -54,9 +54,19 @@ TEXTS: list[tuple[str, str, str | None, Calls]] = [
         None,
         [("a", '{"name": "no"}')],
     ),
-    ("hermes", '<tool_call>{"x": {"name": "no"}, "name": "a", "arguments": {}, "y": [1]}</tool_call>', None, [("a", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"x": {"name": "no"}, "name": "a", "arguments": {}, "y": [1]}</tool_call>',
+        None,
+        [("a", "{}")],
+    ),
     ("hermes", '<tool_call>{"type": "function", "name": "a", "id": "1"}</tool_call>', None, [("a", "{}")]),
-    ("hermes", '<tool_call>{"name": "a", "arguments": {}, "name": "b", "arguments": 1}</tool_call>', None, [("a", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "a", "arguments": {}, "name": "b", "arguments": 1}</tool_call>',
+        None,
+        [("a", "{}")],
+    ),
     # cut off, a brace too few, a brace too many, a missing end
     ("hermes", '<tool_call>{"name": "a", "arguments": {"x": "y', None, [("a", '{"x": "y')]),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"x": "y\\', None, [("a", '{"x": "y\\')]),
@@ -75,7 +85,12 @@ TEXTS: list[tuple[str, str, str | None, Calls]] = [
     ("hermes", "<tool_call> {} </tool_call> ", "<tool_call> {} </tool_call> ", []),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}', '<tool_call>{"name": "", "arguments": {}}', []),
     ("hermes", '<tool_call>{"name": 1, "arguments": {}}', '<tool_call>{"name": 1, "arguments": {}}', []),
-    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}', '<tool_call>{"name": "\\ud800", "arguments": {}}', []),
+    (
+        "hermes",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}',
+        [],
+    ),
     ("hermes", '<tool_call>{"name": "\\x", "arguments": {}}', '<tool_call>{"name": "\\x", "arguments": {}}', []),
     ("hermes", '<tool_call>{"name": "a", "arguments": }', '<tool_call>{"name": "a", "arguments": }', []),
     ("hermes", '<tool_call>{"name": "a", "other": {}}', '<tool_call>{"name": "a", "other": {}}', []),
@@ -89,8 +104,8 @@ TEXTS: list[tuple[str, str, str | None, Calls]] = [
     ("llama3_json", '{"name": "a", "arguments": {}}', None, [("a", "{}")]),
     (
         "llama3_json",
-        '{"name": "a", "parameters": {"q": "x; {y}"}}; {"name": "b", "parameters": {}};{"name": "c", "parameters": {}}\n'
-        '{"name": "d", "parameters": {"z": 1}}',
+        '{"name": "a", "parameters": {"q": "x; {y}"}}; {"name": "b", "parameters": {}};'
+        '{"name": "c", "parameters": {}}\n{"name": "d", "parameters": {"z": 1}}',
         None,
         [("a", '{"q": "x; {y}"}'), ("b", "{}"), ("c", "{}"), ("d", '{"z": 1}')],
     ),
@@ -109,7 +124,8 @@ TEXTS: list[tuple[str, str, str | None, Calls]] = [
     ("mistral", '[TOOL_CALLS][{"name": "a", "arguments": {"x": 3.5}}]', None, [("a", '{"x": 3.5}')]),
     (
         "mistral",
-        'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": [[]]}, "id": "123456789"}, {"arguments": {}, "name": "b"}]\n',
+        'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": [[]]}, "id": "123456789"}, '
+        '{"arguments": {}, "name": "b"}]\n',
         "Hm.",
         [("a", '{"x": [[]]}'), ("b", "{}")],
     ),
