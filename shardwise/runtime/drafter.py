@@ -6,7 +6,6 @@ Knows how it stands to the target's vocabulary and KV cache; which guesses are w
 from __future__ import annotations
 
 import msgspec
-import torch
 from torch import Tensor
 
 from shardwise.config import Coordinates
@@ -39,7 +38,6 @@ class Drafter:
         """Vocabulary rows of every tp rank, for the sampler: the draft's own, which may be more or fewer in all."""
         ours, theirs = self.part.config.vocab_size, target.config.vocab_size
         self._num_known = ours if ours < theirs else None
-        self._fence = max(theirs - self.part.shard.vocab.start, 0) if ours > theirs else None
 
     def load(self) -> int:
         """Read what the target did not read; bytes. Raises LoadError."""
@@ -48,11 +46,8 @@ class Drafter:
     def __call__(self, received: Tensor | None, batch: Batch) -> Tensor:
         """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden], or logits [R, own rows] on the last.
 
-        Ids that only the target knows are read as 0; logits of ids that only the draft knows are -inf.
+        Ids that only the target knows are read as 0. Those that only the draft knows are the sampler's to leave out.
         """
         if self._num_known is not None:
             batch = batch._replace(ids=batch.ids.masked_fill(batch.ids >= self._num_known, 0))
-        out = self.part(received, batch)
-        if self._fence is not None and self.part.shard.last:
-            out[:, self._fence :] = -torch.inf
-        return out
+        return self.part(received, batch)

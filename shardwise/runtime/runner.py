@@ -39,7 +39,7 @@ class Runner:
         self.draft_sampler: Sampler | None = None
         if spec.draft is not None:
             self.drafter = Drafter(spec, coordinates, tp, self.ops, self.model)
-            self.draft_sampler = Sampler(self.ops, tp, self.drafter.vocabs)
+            self.draft_sampler = Sampler(self.ops, tp, self.drafter.vocabs, num_tokens=self.model.config.vocab_size)
         self.reports = self.model.shard.last and coordinates.tp == 0
 
     def load(self) -> dict[str, int | float | str]:
