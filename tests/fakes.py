@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 
 from shardwise.runtime.executor import Figures, RankFailure, Signal
-from shardwise.schedule.step import Step, StepResult
+from shardwise.schedule.step import Chunk, Step, StepResult
 
 
 class ScriptedExecutor:
@@ -31,11 +32,15 @@ class ScriptedExecutor:
         self._signal.lower_one()
         if step.number == self._fail_at:
             raise RankFailure(0, "was killed by SIGKILL")
-        tokens = [
-            [self._script(chunk.sequence, chunk.start + len(chunk.tokens))] if chunk.sampling else []
-            for chunk in step.chunks
-        ]
+        tokens = [self._answer(chunk) if chunk.sampling else [] for chunk in step.chunks]
         return StepResult(step.epoch, step.number, tokens, [[]] * len(tokens), [[]] * len(tokens))
+
+    def _answer(self, chunk: Chunk) -> list[int]:
+        first = len(chunk.tokens) - chunk.drafts
+        drafts = chunk.tokens[first:]
+        true = [self._script(chunk.sequence, chunk.start + first + place) for place in range(chunk.drafts + 1)]
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, true, strict=False)))
+        return true[: accepted + 1]
 
     def waitables(self) -> list[int]:
         return [self._signal.fileno()]

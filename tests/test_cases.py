@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from shardwise.llm import LLM
+from shardwise.outputs import RequestOutput
 from shardwise.params import SamplingParams
 from tests.cases import LAYOUTS, ask, by, check_idle, check_refused, told
 from tests.harness import threaded_llm
@@ -74,15 +76,40 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def test_each_request_of_a_mixed_batch_is_as_alone(llm: LLM, one: LLM) -> None:
-    """C4: requests with and without each filter, penalty, bias and mask run in one batch, each as if it were alone."""
+def mixed(llm: LLM, together: bool) -> list[RequestOutput]:
     prompts = [f"{number} of a mixed batch" for number in range(len(MIXED))]
     params = [by({"max_tokens": 8}, **way) for way in MIXED]
-    together = [told(result) for result in llm.generate(prompts, params)]
-    alone = [told(ask(one, prompt, each)) for prompt, each in zip(prompts, params, strict=True)]
-    for index, result in enumerate(alone):
-        result.index = index
-    assert together == alone
+    if together:
+        return [replace(told(result), index=0) for result in llm.generate(prompts, params)]
+    return [told(ask(llm, prompt, each)) for prompt, each in zip(prompts, params, strict=True)]
+
+
+def test_each_request_of_a_mixed_batch_is_as_alone(llm: LLM, one: LLM) -> None:
+    """C4: requests with and without each filter, penalty, bias and mask run in one batch, each as if it were alone."""
+    assert mixed(llm, together=True) == mixed(one, together=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_seqs": 3}, {"max_chunk": 3, "kv_tokens": 80}, {"max_batch_tokens": 5, "prefix_cache": False}],
+    ids=str,
+)
+def test_a_mixed_batch_in_tight_places(model: Path, one: LLM, settings: dict[str, Any], layout: str) -> None:
+    """C4: the same where requests wait, are cut into chunks, or are preempted and begun again."""
+    with threaded_llm(model, layout, **settings) as llm:
+        assert mixed(llm, together=True) == mixed(one, together=False)
+        check_idle(llm)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tiny_temperatures_in_narrow_formats(model: Path, dtype: str, layout: str) -> None:
+    """C1: no format of the weights makes a temperature near 0 anything but greedy."""
+    with threaded_llm(model, layout, dtype=dtype) as llm:
+        ways = [{"temperature": heat, "seed": 5} for heat in (0.0, 1e-3, 1e-5, 1e-7)]
+        greedy, *others = llm.generate(["cold"] * 4, [by(way, max_tokens=6, logprobs=1) for way in ways])
+        assert all(other.outputs == greedy.outputs for other in others)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +241,16 @@ def test_ignored_ends_are_tokens_like_others(llm: LLM) -> None:
     assert (free.token_ids, free.text, free.finish_reason) == ([END] * 5, "", "length")
     named = ask(llm, "go", SamplingParams(max_tokens=5, logit_bias=wish, ignore_eos=True, stop_token_ids=(END,)))
     assert (named.token_ids, named.finish_reason) == ([END], "stop")
+
+
+@pytest.mark.parametrize("way", [{}, {"logit_bias": {9: 50}}, {"temperature": 1.0, "seed": 3}])
+def test_a_dead_end_is_the_requests_own(llm: LLM, one: LLM, way: dict[str, Any]) -> None:
+    """C7: where bad words and allowed ids leave nothing to draw, a request ends with an error, its mates go on."""
+    alone = ask(one, "mate", SEEDED)
+    fields = {"allowed_token_ids": (64, 65), "bad_words": ("aa", "bb", "bab"), "max_tokens": 20, **way}
+    stuck, mate = llm.generate(["!", "mate"], [SamplingParams(**fields), SEEDED])
+    (part,) = stuck.outputs
+    assert part.finish_reason == "error"
+    assert "allowed_token_ids, bad_words" in part.error
+    assert part.text in ("aba", "ba")
+    assert mate.token_ids == alone.token_ids

@@ -26,10 +26,10 @@ EVERY: dict[str, Any] = {
     "temperature": 1.7,
     "top_k": 40,
     "top_p": 0.8,
-    "min_p": 0.3,
-    "repetition_penalty": 2.0,
-    "presence_penalty": 1.5,
-    "frequency_penalty": 0.5,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -2.0,
+    "frequency_penalty": -0.5,
     "max_new_tokens": 9,
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.config import Speculation
 from shardwise.engine import Engine, Output
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
@@ -84,6 +85,30 @@ def test_stop_strings_are_held_back(depth: int) -> None:
     assert outputs[-1].finish_reason == "stop"
     assert [token for output in outputs for token in output.token_ids] == [*map(ord, "say ST or STOP")]
     engine.scheduler.check()
+
+
+def test_a_stop_string_within_accepted_drafts_ends_text_and_ids() -> None:
+    """C23, C24: a step may bring many tokens at once; none after the one that completes the stop string is reported."""
+    engine = make(spelled("abcdabcdabcdabcd" * 3), speculation=Speculation("ngram", k=8))
+    engine.add(ask(stop=("dabcda",)))
+    outputs = drain(engine)[0]
+    assert any(chunk.drafts for step in engine.executor.steps for chunk in step.chunks)  # type: ignore[attr-defined]
+    assert text_of(outputs) == "abc"
+    assert [token for output in outputs for token in output.token_ids] == [*map(ord, "abcdabcda")]
+    assert outputs[-1].finish_reason == "stop"
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_tokens_come_with_the_piece_that_holds_their_text(drafts: int) -> None:
+    """C24: each piece's text is that of its ids, while part of the text is held back for a stop string."""
+    speculation = Speculation("ngram", k=drafts) if drafts else None
+    engine = make(spelled("STO STO STO STO end"), speculation=speculation)
+    engine.add(ask(stop=("STOP",)))
+    outputs = drain(engine)[0]
+    assert text_of(outputs) == "STO STO STO STO end"
+    for output in outputs[:-1]:
+        assert output.text == "".join(map(chr, output.token_ids))
 
 
 def test_held_text_comes_with_the_end() -> None:

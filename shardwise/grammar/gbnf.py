@@ -36,7 +36,7 @@ class _Node:
 
 def is_gbnf(text: str) -> bool:
     """Is it GBNF, rather than Lark?"""
-    return re.search(r"^\s*[A-Za-z0-9_-]+\s*::=", text, re.MULTILINE) is not None
+    return re.search(r"^[ \t]*[A-Za-z0-9_-]+\s*::=", text, re.MULTILINE) is not None
 
 
 def read_gbnf(text: str) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_TRIED = 1024
 """Grammars remembered as harmless; 32 bytes each."""
+MAX_SAID = 400
+"""Characters of an error, which may quote names of any length."""
 MAX_LEXER_STATES = 100_000
 """Of one request; about 0.3 kB each."""
 
@@ -70,7 +72,8 @@ class Grammars:
             if matcher.error is not None:
                 raise ValueError(matcher.error if matcher.error != DEAD_END else f"it allows no text: {DEAD_END}")
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            said = str(error)
+            raise ValueError(f"{name}: {said if len(said) <= MAX_SAID else said[:MAX_SAID] + ' …'}") from None
         return matcher
 
     def _try(self, lark: str, limits: dict[str, Any]) -> None:

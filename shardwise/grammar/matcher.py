@@ -42,7 +42,7 @@ class Matcher:
         if self._over or token in self._ends:
             allowed = token in self._ends and (self._over or self._inner.is_accepting())
         else:
-            known = 0 <= token < self._vocab_size and not self._inner.is_stopped()
+            known = 0 <= token < self._vocab_size
             allowed = known and self._inner.validate_tokens([token]) == 1 and self._inner.consume_token(token)
         if allowed:
             self._taken.append(token)
@@ -103,7 +103,6 @@ def sentence(text: str) -> str:
     if text.startswith("NoExtension"):
         return DEAD_END
     said = re.search(r"^error: (.+)$", text, re.MULTILINE)  # of a regular expression, below a picture of it
-    first = said[1] if said else re.split(r"\s*(?:<\w+/?>|\n)", text, maxsplit=1)[0]
+    first = said[1] if said else re.split(r"<\w+/?>|\n", text, maxsplit=1)[0].strip()
     first = re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: |invalid regex .* \(in \w+\): )", "", first)
-    first = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: ", first)
-    return first if len(first) <= 300 else first[:300] + " …"
+    return re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: ", first)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from shardwise.parsers import tools as forms
+from shardwise.parsers.formats import TOOLS
 from shardwise.parsers.message import Delta, Message, join
 from shardwise.parsers.reasoning import CLOSE, OPEN, Reasoning
 from shardwise.parsers.tools import Tools
 
-_TOOLS = {"hermes": forms.HERMES, "llama3_json": forms.LLAMA3_JSON, "mistral": forms.MISTRAL}
 _REASONING = {"deepseek_r1": True, "qwen3": False}
 """Whether a model of the kind reasons even where neither prompt nor text has an opening tag."""
 
-TOOL_FORMATS = tuple(_TOOLS)
+TOOL_FORMATS = tuple(TOOLS)
 REASONING_FORMATS = tuple(_REASONING)
 
 
@@ -51,12 +50,12 @@ def make_parser(reasoning: str | None, tools: str | None, *, reasoning_opened: b
     """
     if reasoning is not None and reasoning not in _REASONING:
         raise ValueError(f"unknown reasoning format {reasoning!r}: choose from {', '.join(REASONING_FORMATS)}")
-    if tools is not None and tools not in _TOOLS:
+    if tools is not None and tools not in TOOLS:
         raise ValueError(f"unknown tool format {tools!r}: choose from {', '.join(TOOL_FORMATS)}")
     return Parser(
         Reasoning(reasoning_opened or _REASONING[reasoning]) if reasoning else None,
-        Tools(_TOOLS[tools]) if tools else None,
-        ((OPEN, CLOSE) if reasoning else ()) + (_TOOLS[tools].markers if tools else ()),
+        Tools(TOOLS[tools]) if tools else None,
+        ((OPEN, CLOSE) if reasoning else ()) + (TOOLS[tools].markers if tools else ()),
     )
 
 

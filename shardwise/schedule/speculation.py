@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from shardwise.config import MAX_DRAFTS, Speculation
-from shardwise.schedule.cost import Cost
+from shardwise.schedule.cost import Cost, Line
 from shardwise.schedule.ngram import Lookup, continuation
 
 MARGIN = 1.02
@@ -22,20 +22,22 @@ FIRST_DRAFTS = 3
 """Drafts of a round before any step was timed."""
 GUESSED = (0.6,)
 GUESSED_NGRAM = (0.2, 0.4, 0.6, 0.8, 0.95, 0.98)
-"""α before anything is known; of "ngram" for matches of at least 1, 2, 4, 8, 16 and 32 tokens (edits, code, prose)."""
-TRUST = 4.0
+"""α before anything is known; for "ngram" with matches of at least 1, 2, 4, 8, 16 and 32 tokens (measured on text)."""
+TRUST = 8.0
 """So many tries is the experience of the whole engine worth to a new request, and a guess to a new engine."""
 KEEP, KEEP_ALL = 0.95, 0.98
 """Of what a request and the engine know, this much is left after another try."""
-FIRST_WAIT, LAST_WAIT = 32.0, 4096.0
-"""A probe may cost one part in so many of the time spent without drafts since the last one; doubles each time."""
-AGAIN_WAIT = 8.0
-HOPE = 0.0
+KEEP_IDLE = 0.995
+"""And this much of what the request knows after a round without a try."""
+FIRST_WAIT, AGAIN_WAIT, LAST_WAIT = 32.0, 8.0, 4096.0
+"""A probe may cost one part in so many of the time spent without drafts before it: at first, after speculation had
+paid, and at last."""
 SETTLED = 8
-AGE=.995
-EVERY=64
-INITIAL=4
-"""Rounds with drafts in a row after which speculation is known to pay again."""
+"""Rounds with drafts in a row after which speculation is said to pay."""
+PLAIN = 128
+"""Steps after which a round goes without drafts to see what that costs; at first after step 1, 4, 16, ..."""
+EXPERIMENTS, EVERY = 4, 64
+"""Rounds that may be spent on learning what rows cost: so many, and one more after so many steps."""
 
 
 @dataclass
@@ -85,10 +87,16 @@ class _Odds:
     """Weight of what is believed beforehand, in tries."""
 
     def add(self, hits: int, tries: int, keep: float) -> None:
-        old = keep**tries
-        self.hits = self.hits * old + hits
-        self.tries = self.tries * old + tries
-        self.trust *= old
+        kept = keep**tries
+        self.hits = self.hits * kept + hits
+        self.tries = self.tries * kept + tries
+        self.trust *= kept
+
+    def age(self) -> None:
+        """Come nearer to what is believed again."""
+        self.hits *= KEEP_IDLE
+        self.tries *= KEEP_IDLE
+        self.trust += (1 - KEEP_IDLE) * (TRUST - self.trust)
 
     def rate(self, believed: float) -> float:
         return (self.hits + self.trust * believed) / (self.tries + self.trust)
@@ -119,9 +127,10 @@ class Speculator:
     second, where α is a request's own, believed to be the engine's until it is known, and a round of n sequences costs
     k draft steps of n rows and a step of n · (1 + k). "ngram" keeps an α for each length of match, and no draft steps.
 
-    Without drafts nothing is learnt of α. So now and then a request may try one draft again ("ngram" sees for nothing
-    whether its guesses would have been right). A probe has to wait until its cost is a 32nd of the time spent
-    without drafts since the last one, of whichever request; then a 64th, and so on, until speculation pays again.
+    Without drafts nothing is learnt of α. So now and then a request may try one draft again, a *probe* ("ngram" also
+    sees for nothing whether its guesses would have been right). A probe has to wait until it costs a 32nd of the time
+    spent without drafts since the last one, of whichever request; then a 64th, and so on, until speculation pays again.
+    And while it is open what rows cost and the choice hangs on it, a few rounds are *experiments*.
 
     Deterministic: choices depend on the calls made so far and nothing else.
     """
@@ -134,19 +143,19 @@ class Speculator:
         """Do these passes write to the model's own KV cache?"""
         self.tally = Tally()
         """Of all requests."""
-        self._ngram = config.kind == "ngram"
-        self._guessed = GUESSED_NGRAM if self._ngram else GUESSED
+        self._guessed = GUESSED if self.on_ranks else GUESSED_NGRAM
         self._odds = [_Odds() for _ in self._guessed]
         self._target = Cost()
-        self._draft = Cost()
-        if self._ngram:
-            self._draft.expected = 0.0, 0.0
-        self._takers = [1.0] * (MAX_DRAFTS + 1)
-        """The part of the sequences that want at least so many drafts, if everybody shares the cost of draft steps."""
+        self._draft = Cost() if self.on_ranks else None
+        self._deepest = FIRST_DRAFTS  # drafts that were tried at once
+        self._surplus = [0.0] * MAX_DRAFTS
+        """Seconds that a sequence gains by a draft step if others bear its fixed cost: the mean of the last ones asked."""
+        self._num_asked = 0
         self._idle = 0.0  # seconds without drafts since the last probe
         self._wait = FIRST_WAIT
-        self._experiments = 0
-        self._experiment = False
+        self._since_plain = 0  # steps with drafts since the last one without
+        self._num_experiments = 0
+        self._experimenting = False
 
     def begin(self) -> Drafting:
         """The state of a new request."""
@@ -162,7 +171,7 @@ class Speculator:
         drafting.num_sequences = num_sequences
         if self.config.k is not None:
             return min(self.config.k, most)
-        return most if self._ngram else self._choose(drafting, 0, most)
+        return self._choose(drafting, 0, most) if self.on_ranks else most
 
     def propose(self, drafting: Drafting, tokens: list[int], count: int) -> list[int]:
         """At most ``count`` drafts of what follows ``tokens``, the request's whole text; "ngram" only.
@@ -194,6 +203,7 @@ class Speculator:
         self.tally.add(proposed, accepted)
         if proposed:
             self._learn(drafting, drafting.kind, accepted, accepted + (accepted < proposed))
+            self._deepest = max(self._deepest, proposed)
             drafting.num_settled += 1
             if drafting.num_settled == SETTLED:
                 self._wait = AGAIN_WAIT
@@ -201,11 +211,16 @@ class Speculator:
     def observe(self, draft: bool, num_sequences: int, rows: int, seconds: float) -> None:
         """A step took so many ``seconds``: a draft step, or one of the model with decoding sequences only."""
         assert 1 <= num_sequences <= rows, (num_sequences, rows)
-        if seconds > 0 and not (draft and self._ngram):
-            (self._draft if draft else self._target).observe(rows, seconds)
-            if not draft:
-                self._experiments += self._experiment
-                self._experiment = False
+        if seconds <= 0:
+            return  # the clock was too coarse
+        if draft:
+            assert self._draft is not None, "ngram takes no draft steps"
+            self._draft.observe(rows, seconds)
+        else:
+            self._target.observe(rows, seconds)
+            self._since_plain = self._since_plain + 1 if rows > num_sequences else 0
+            self._num_experiments += self._experimenting
+            self._experimenting = False
 
     def _learn(self, drafting: Drafting, kind: int, hits: int, tries: int) -> None:
         drafting.odds[kind].add(hits, tries, KEEP)
@@ -217,64 +232,78 @@ class Speculator:
         target, draft, num_sequences = self._target, self._draft, drafting.num_sequences
         if most <= 0:
             return 0
-        if not self._ngram and not (draft.num_observed and target.num_observed):
+        if draft and not (draft.num_observed and target.num_observed):
             return min(FIRST_DRAFTS, most)
+        if 4 * self._since_plain >= min(3 * target.num_observed, 4 * PLAIN) > 0:
+            return 0  # what there is to gain is measured by this
+        most = min(most, 2 * self._deepest)  # no leaps into what may cost more than we think
         rate = drafting.odds[kind].rate(self._odds[kind].rate(self._guessed[kind]))
-        sharing = [float(num_sequences)] * most
-        if self._experiments * EVERY <= INITIAL * EVERY + target.num_observed and target.num_observed:
-            low = self._best(rate, num_sequences, sharing, target.low)
-            high = self._best(rate, num_sequences, sharing, target.high)
-            if low > 2 * high:
-                self._experiment = True
-                low = min(low, max(FIRST_DRAFTS, 2 * high))
-                return low if 2*target.last_rows < num_sequences * (2 + low+high) else high
-        count = self._best(rate, num_sequences, sharing, target.expected)
-        if draft.expected[0] and num_sequences > 1:
-            # Those who draft more than the others pay the whole of their last draft steps.
-            weight = 0.5 / num_sequences
-            for place in range(most):
-                self._takers[place] += weight * ((place < count) - self._takers[place])
-                sharing[place] = max(1.0, self._takers[place] * num_sequences)
-            count = min(count, self._best(rate, num_sequences, sharing, target.expected))
-        return count or self._probe(drafting, kind, rate, sharing[0])
+        prices = [draft.expected.fixed / num_sequences if draft else 0.0] * most
+        if self._num_experiments < EXPERIMENTS + target.num_observed // EVERY:
+            many, few = (self._best(rate, num_sequences, prices, line)[0] for line in target.plausible)
+            if many > 2 * few:
+                self._experimenting = True
+                many = min(many, max(FIRST_DRAFTS, 2 * few))
+                # By turns, since only the difference tells.
+                return many if 2 * target.last_rows < num_sequences * (2 + many + few) else few
+        if draft and num_sequences > 1:
+            prices = self._prices(rate, num_sequences, most, draft.expected.fixed)
+        count, _ = self._best(rate, num_sequences, prices, target.expected)
+        return count or self._probe(drafting, kind, rate, prices[0])
 
-    def _best(self, rate: float, num_sequences: int, sharing: list[float], cost) -> int:
-        """The number of drafts with the most tokens per second; 0 if none beats plain decoding clearly.
+    def _prices(self, rate: float, num_sequences: int, most: int, fixed: float) -> list[float]:
+        """Of each draft step's ``fixed`` cost, the part that this sequence bears: as its gain is to everybody's.
 
-        ``sharing[j]`` sequences share the cost of draft step j.
+        So the step is made if all gains together exceed it, and a sequence that drafts does not hold up the others for
+        less than that.
         """
-        fixed, row = cost
-        dfixed, drow = self._draft.expected
-        tokens = reached = 1.0
-        seconds = fixed / num_sequences + row
-        plain = best = 1 / seconds
-        count = 0
-        for place, sharers in enumerate(sharing):
-            reached *= rate
-            tokens += reached
-            seconds += row + drow + dfixed / sharers
-            if tokens / seconds <= best:
-                break  # for good: each further draft yields less and costs no less
-            best, count = tokens / seconds, place + 1
-        return count if best > MARGIN * plain else 0
+        _, gains = self._best(rate, num_sequences, [0.0] * most, self._target.expected)
+        self._num_asked += 1
+        weight = max(0.5 / num_sequences, 1 / self._num_asked)
+        prices = [fixed] * most
+        for place, gain in enumerate(gains):
+            self._surplus[place] += weight * (gain - self._surplus[place])
+            if gain > 0:
+                prices[place] *= min(1.0, gain / (num_sequences * self._surplus[place]))
+        return prices
 
-    def _probe(self, drafting: Drafting, kind: int, rate: float, sharers: float) -> int:
-        """1 if it is time for a probe, else 0."""
-        fixed, row = self._target.expected
-        dfixed, drow = self._draft.expected
-        plain = fixed / drafting.num_sequences + row
-        extra = row + drow + dfixed / sharers
+    def _best(self, rate: float, num_sequences: int, prices: list[float], target: Line) -> tuple[int, list[float]]:
+        """The number of drafts with the most tokens per second, 0 if none beats plain decoding clearly; and the seconds
+        that each draft gains.
+
+        ``prices[j]`` is the sequence's part of the fixed cost of draft step j.
+        """
+        row = target.row + (self._draft.expected.row if self._draft else 0.0)
+        tokens = reached = 1.0
+        seconds = target.fixed / num_sequences + target.row  # a sequence's share of the round
+        plain = best = tokens / seconds
+        count = 0
+        gains = [0.0] * len(prices)
+        for place, price in enumerate(prices):
+            reached *= rate
+            gains[place] = reached * seconds / tokens - row - price
+            if gains[place] <= 0:
+                gains[place] = 0.0
+                break  # for good: each further draft yields less and costs no less
+            tokens += reached
+            seconds += row + price
+            best, count = tokens / seconds, place + 1
+        return (count if best > MARGIN * plain else 0), gains
+
+    def _probe(self, drafting: Drafting, kind: int, rate: float, price: float) -> int:
+        """1 if it is time for a probe, else 0: the round is a plain one."""
+        target, odds = self._target.expected, drafting.odds[kind]
+        plain = target.fixed / drafting.num_sequences + target.row
+        extra = target.row + price + (self._draft.expected.row if self._draft else 0.0)
         drafting.num_settled = 0
-        o = drafting.odds[kind]
-        o.hits *= AGE
-        o.tries *= AGE
-        o.trust += (1 - AGE) * (TRUST - o.trust)
         self._idle += plain
         if self._idle < self._wait * extra:
+            if self.on_ranks:
+                odds.age()
             return 0
         self._idle = 0.0
         self._wait = min(2 * self._wait, LAST_WAIT)
-        if not self._ngram:
+        if self.on_ranks:
             # What was known is old. Seen afresh it just pays: one failure ends it, one success calls for another try.
             fresh = min(0.95, max(rate, MARGIN * (1 + extra / plain) - 1))
             drafting.odds[kind] = _Odds(hits=2 * fresh, tries=2.0, trust=0.0)

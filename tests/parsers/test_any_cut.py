@@ -53,6 +53,8 @@ FRAGMENTS = [
         '{"arguments": {"a": ',
     ),
     *('{"name": "g"}', '{"x": ', ', "id": 1', "null", "0.8", "\n", " ", " " * 250, "x" * 250, "é", "\U0001f600", "a"),
+    *('<tool_call>{"name": "h", "arguments": {}}</tool_call>', '<tool_call>{"name": "h", "arguments": {"a": "b', '"}}'),
+    *('{"name": "h", "parameters": {}}', '[TOOL_CALLS][{"name": "h", "arguments": {}}', "}}</tool_call>"),
 ]
 
 each = pytest.mark.parametrize("form", TOOL_FORMATS)

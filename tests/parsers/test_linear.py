@@ -7,21 +7,20 @@ import time
 import pytest
 
 from shardwise.parsers import TOOL_FORMATS, parse
+from shardwise.parsers.formats import TOOLS
 from shardwise.parsers.reasoning import Reasoning
-from shardwise.parsers.tools import HERMES, LLAMA3_JSON, MISTRAL, Tools
+from shardwise.parsers.tools import Tools
 
 CALL = {
     "hermes": '<tool_call>{"name":"f","arguments":',
     "llama3_json": '{"name":"f","parameters":',
     "mistral": '[TOOL_CALLS][{"name":"f","arguments":',
 }
-FORMS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
-MARKER = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
 
 
 def texts(form: str) -> list[tuple[str, str]]:
     """Beginnings, and what is repeated behind them without end."""
-    call, marker = CALL[form], MARKER[form]
+    call, marker = CALL[form], TOOLS[form].markers[0]
     return [
         ("", marker[:-1]),
         ("", marker),
@@ -76,7 +75,7 @@ def test_little_text_waits_to_be_read(form: str, opened: bool) -> None:
     for head, unit in texts(form):
         text = head + unit * (4000 // len(unit))
         for begin in ("", "</think>"):
-            reasoning, tools = Reasoning(opened), Tools(FORMS[form])
+            reasoning, tools = Reasoning(opened), Tools(TOOLS[form])
             for char in begin + text:
                 tools.push(reasoning.push(char)[1])
                 assert len(reasoning._held) < 40

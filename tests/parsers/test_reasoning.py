@@ -40,6 +40,15 @@ def test_texts(form: str, opened: bool, text: str, reasoning: str | None, conten
     assert parse(text, form, None, reasoning_opened=opened) == in_pieces(parser, text) == expected
 
 
+def test_much_space_before_the_tag() -> None:
+    """Guards against a limit that is one in whole texts and another where text comes letter by letter."""
+    for blank in range(45):
+        text = " " * blank + "<think>a</think>"
+        whole = parse(text, "qwen3", None)
+        assert in_pieces(make_parser("qwen3", None), text) == whole
+        assert whole.reasoning == ("a" if blank <= 32 else None)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     words=st.lists(

@@ -98,6 +98,7 @@ TEXTS: list[tuple[str, str, str | None, Calls]] = [
     ("hermes", "a <tool_cal", "a <tool_cal", []),
     ("hermes", "a </tool_call> b", "a </tool_call> b", []),
     ("hermes", '<tool_call>no <tool_call>{"name": "a"}</tool_call>', "<tool_call>no", [("a", "{}")]),
+    ("hermes", '<tool_call>{"name": "a"}</tool_call>\n<tool_call> no', "\n<tool_call> no", [("a", "{}")]),
     ("llama3_json", '{"name": "a", "parameters": {"x": "1"}}', None, [("a", '{"x": "1"}')]),
     ("llama3_json", '\n<|python_tag|>{"name": "a", "parameters": {}}', None, [("a", "{}")]),
     ("llama3_json", '{"type": "function", "name": "a", "parameters": null}', None, [("a", "{}")]),
@@ -189,3 +190,20 @@ def test_too_many_calls() -> None:
     assert len(message.tool_calls) == 1000
     assert message.content == call * 2
     assert in_pieces(make_parser(None, "hermes"), call * 1002) == message
+    for needless, calls in ((900, 1), (1100, 0)):
+        text = "{" + '"x": 0, ' * needless + '"name": "a", "parameters": {}}'
+        assert len(parse(text, None, "llama3_json").tool_calls) == calls
+
+
+@pytest.mark.parametrize("blank", range(200, 270))
+def test_long_headers_in_any_pieces(blank: int) -> None:
+    """Guards against a limit that is one in whole texts and another where text comes letter by letter."""
+    for text in (
+        f'<tool_call>{" " * blank}{{"name": "a"}}</tool_call>',
+        f'<tool_call>{{{" " * blank}"name": "a"}}</tool_call>',
+        f'<tool_call>{{"name": "{"a" * blank}"}}</tool_call>',
+        f'<tool_call>{{"name": "a"{" " * blank}}}</tool_call>',
+        f'<tool_call>{{"name": "a", "arguments": {"1" * blank}}}</tool_call>',
+        f'<tool_call>{{"name": "a"}}{" " * blank}</tool_call>',
+    ):
+        assert in_pieces(make_parser(None, "hermes"), text) == parse(text, None, "hermes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,3 +44,16 @@ def test_long_values() -> None:
     scan = Value("{")
     assert scan.scan('{"a": "<", <', 0) == len('{"a": "<", ')
     assert (scan.done, scan.broken) == (False, True)
+
+
+def test_what_lies_behind_costs_nothing() -> None:
+    """R16: guards against a short value that has all the text behind it searched, call after call."""
+
+    def seconds(text: str) -> float:
+        start = time.process_time()
+        for _ in range(200):
+            Value("{").scan(text, 0)
+        return time.process_time() - start
+
+    text = '{"a": [1], "b": "c"}'
+    assert seconds(text + "x" * 1_000_000) < 10 * max(1e-3, seconds(text))
