@@ -85,6 +85,7 @@ def generate(
     bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Never this text; several times.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of tokens and so many likeliest.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
+    skip_special_tokens: Annotated[bool, typer.Option(help="Leave special tokens out of the text.")] = True,
     echo: Annotated[bool, typer.Option(help="Begin the text with the prompt.")] = False,
     json_schema: Annotated[Path | None, typer.Option(help="A file: the text is JSON of this schema.")] = None,
     regex: Annotated[str | None, typer.Option(help="The whole text matches this expression.")] = None,

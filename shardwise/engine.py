@@ -69,7 +69,9 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request; ValueError with the remedy if it can never run."""
         self.scheduler.add(request)
-        self._texts[request.id] = _Text(Detokenizer(self.tokenizer, request.params.stop))
+        self._texts[request.id] = _Text(
+            Detokenizer(self.tokenizer, request.params.stop, request.params.skip_special_tokens)
+        )
         self._tokens[request.id] = most = len(request.prompt) + request.params.max_tokens
         self.load += most
 
@@ -102,7 +104,8 @@ class Engine:
         now = monotonic()
         self.scheduler.observe(step, now - max(submitted, self._collected))
         self._collected = now
-        return [self._output(news) for news in self.scheduler.update(step, result)]
+        outputs = [self._output(news) for news in self.scheduler.update(step, result)]
+        return [out for out in outputs if out.text or out.token_ids or out.prompt_logprobs or out.finish_reason]
 
     def step(self) -> list[Output]:
         """``fill``, then ``collect`` if anything is in flight."""

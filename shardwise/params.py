@@ -59,6 +59,8 @@ class SamplingParams:
     """Report each generated token's log-probability, and those of so many likeliest tokens; of the raw model."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; some formats of tool calls are written with them."""
     echo: bool = False
     """The text begins with the prompt."""
     json_schema: str | None = None
@@ -86,7 +88,7 @@ class SamplingParams:
         for name, most in (("seed", MAX_SEED), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
             if getattr(self, name) is not None:
                 _number(self, name, 0, most, whole=True)
-        for name in ("ignore_eos", "echo", "json_object"):
+        for name in ("ignore_eos", "skip_special_tokens", "echo", "json_object"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.min_tokens > self.max_tokens:

@@ -141,6 +141,13 @@ FIELDS = (
         lambda a, p: [item.token for item in a.prompt_logprobs] == a.prompt_token_ids[1:],
         prompt_logprobs=2,
     ),
+    feature(
+        "skip_special_tokens",
+        "or let them stand in the text",
+        lambda a, p: a.text.count("<s>") == 24 and p.text == "",
+        base={"logit_bias": {257: 100}},
+        skip_special_tokens=False,
+    ),
     feature("echo", "the text begins with the prompt", lambda a, p: a.text == PROMPT + p.text, echo=True),
 )
 GRAMMARS = (

@@ -93,6 +93,7 @@ def test_coordinates_cover_the_mesh_once() -> None:
         ("prompt_logprobs", 21),
         ("prompt_logprobs", 1.0),
         ("echo", "yes"),
+        ("skip_special_tokens", 0),
         ("json_schema", 7),
         ("json_schema", ""),
         ("regex", b"x"),

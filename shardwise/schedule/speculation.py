@@ -67,7 +67,7 @@ class Tally:
         """Accepted drafts per proposed one; 0 without any."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """Plain data for reports."""
         return {
             "rounds": list(self.rounds),
@@ -85,12 +85,16 @@ class _Odds:
     tries: float = 0.0
     trust: float = TRUST
     """Weight of what is believed beforehand, in tries."""
+    novelty: float = 1.0
+    """How much others can learn from it: each request counts with its first tries, lest the engine's rate be that of
+    those who draft most."""
 
-    def add(self, hits: int, tries: int, keep: float) -> None:
+    def add(self, hits: float, tries: float, keep: float) -> None:
         kept = keep**tries
         self.hits = self.hits * kept + hits
         self.tries = self.tries * kept + tries
         self.trust *= kept
+        self.novelty *= kept
 
     def age(self) -> None:
         """Come nearer to what is believed again."""
@@ -149,7 +153,7 @@ class Speculator:
         self._draft = Cost() if self.on_ranks else None
         self._deepest = FIRST_DRAFTS  # drafts that were tried at once
         self._surplus = [0.0] * MAX_DRAFTS
-        """Seconds that a sequence gains by a draft step if others bear its fixed cost: the mean of the last ones asked."""
+        """Seconds that a sequence gains by a draft step if others bear its fixed cost: the mean of those asked last."""
         self._num_asked = 0
         self._idle = 0.0  # seconds without drafts since the last probe
         self._wait = FIRST_WAIT
@@ -223,9 +227,10 @@ class Speculator:
             self._experimenting = False
 
     def _learn(self, drafting: Drafting, kind: int, hits: int, tries: int) -> None:
-        drafting.odds[kind].add(hits, tries, KEEP)
-        self._odds[kind].add(hits, tries, KEEP_ALL)
-        self._odds[kind].trust = TRUST  # a guess may always be wrong, but keeps an engine from concluding from one try
+        own, all_ = drafting.odds[kind], self._odds[kind]
+        all_.add(hits * own.novelty, tries * own.novelty, KEEP_ALL)
+        all_.trust = TRUST  # a guess may always be wrong, but keeps an engine from concluding from one try
+        own.add(hits, tries, KEEP)
 
     def _choose(self, drafting: Drafting, kind: int, most: int) -> int:
         """The best number of drafts, 0 to ``most``, for odds of this kind."""
@@ -263,8 +268,9 @@ class Speculator:
         prices = [fixed] * most
         for place, gain in enumerate(gains):
             self._surplus[place] += weight * (gain - self._surplus[place])
-            if gain > 0:
-                prices[place] *= min(1.0, gain / (num_sequences * self._surplus[place]))
+            together = num_sequences * self._surplus[place]
+            if together > gain:
+                prices[place] *= gain / together
         return prices
 
     def _best(self, rate: float, num_sequences: int, prices: list[float], target: Line) -> tuple[int, list[float]]:

@@ -12,20 +12,21 @@ from shardwise.tokenizer.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental decoding of the tokens that continue a prompt, special ones skipped, up to the first stop string.
+    """Incremental decoding of the tokens that continue a prompt, up to the first stop string.
 
     The pieces of ``push`` and ``finish`` in a row are ``tokenizer.continuation(ids)`` cut before the stop string that
     is complete first (the longest of several that end together), however the text falls into tokens. Each token costs
     time in proportion to its own text alone.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True):
         self.stopped = False
         """A stop string is complete; nothing more will come."""
         self.received = 0
         """Characters that the tokens so far have begun, and of these how many have been returned."""
         self.released = 0
         self._tokenizer = tokenizer
+        self._skipped = tokenizer.special if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = [_Stop(text) for text in stop]
         self._held = ""
@@ -33,7 +34,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that is now certain."""
-        if self.stopped or token in self._tokenizer.special:
+        if self.stopped or token in self._skipped:
             return ""
         text = self._decoder.decode(self._tokenizer.spell(token))
         self._decoded += len(text)
