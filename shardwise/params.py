@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
@@ -96,6 +96,11 @@ class SamplingParams:
         self._check_texts()
         self._check_ids()
         self._check_grammar()
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as it is kept."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
 
     @property
     def grammar(self) -> str | None:

@@ -104,7 +104,7 @@ def test_coordinates_cover_the_mesh_once() -> None:
     ],
 )
 def test_bad_sampling_field_is_named(name: str, value: Any) -> None:
-    """Guards against a request that is accepted and then kills or silently changes its run (C2, C5, C6, C7, C9, C37)."""
+    """Guards against a request that is accepted and then kills or changes its run (C2, C5, C6, C7, C9, C37)."""
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
 

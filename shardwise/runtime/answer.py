@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shardwise.runtime.logits import Row
@@ -29,7 +30,8 @@ def answer(
     wanted = [row for at, _ in plain for row in at]
     rows = [row for _, chunk in plain for row in _rows(chunk)]
     drawn = iter(sampler.sample(_pick(logits, wanted), rows) if rows else ())
-    guessed = iter(guesses.split([c.drafts + 1 for c in step.chunks if _is_judged(c)])) if guesses is not None else None
+    sizes = [chunk.drafts + 1 for chunk in step.chunks if _is_judged(chunk)]
+    guessed = iter(torch.split(guesses, sizes)) if guesses is not None else None
 
     tokens: list[list[int]] = []
     for (_, at), chunk in zip(places, step.chunks, strict=True):

@@ -30,7 +30,9 @@ class Gate:
         params = request.params
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         constraint = self._constraint(request, stops)
-        return Sequence(request, arrival, self._max_len(request), stops, constraint, optimal=self.optimal and params.temperature > 0)
+        return Sequence(
+            request, arrival, self._max_len(request), stops, constraint, optimal=self.optimal and params.temperature > 0
+        )
 
     def _check_ids(self, request: Request) -> None:
         params = request.params
@@ -38,7 +40,7 @@ class Gate:
             "the prompt": request.prompt,
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids or (),
-            "logit_bias": [token for token, _ in params.logit_bias],
+            "logit_bias": [token for token, _ in params.biases],
         }
         for name, tokens in named.items():
             if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):

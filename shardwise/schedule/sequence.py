@@ -96,8 +96,8 @@ class Sequence:
             frequency=params.frequency_penalty,
             repetition=params.repetition_penalty,
             num_prompt=len(self.request.prompt),
-            biased=[token for token, _ in params.logit_bias],
-            biases=[bias for _, bias in params.logit_bias],
+            biased=[token for token, _ in params.biases],
+            biases=[bias for _, bias in params.biases],
             optimal=self.optimal,
         )
 

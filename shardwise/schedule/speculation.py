@@ -32,7 +32,7 @@ KEEP_IDLE = 0.995
 FIRST_WAIT, AGAIN_WAIT, LAST_WAIT = 32.0, 8.0, 4096.0
 """A probe may cost one part in so many of the time spent without drafts before it: at first, after speculation had
 paid, and at last."""
-SETTLED = 8
+SETTLED = 16
 """Rounds with drafts in a row after which speculation is said to pay."""
 PLAIN = 128
 """Steps after which a round goes without drafts to see what that costs; at first after step 1, 4, 16, ..."""
@@ -215,7 +215,7 @@ class Speculator:
     def observe(self, draft: bool, num_sequences: int, rows: int, seconds: float) -> None:
         """A step took so many ``seconds``: a draft step, or one of the model with decoding sequences only."""
         assert 1 <= num_sequences <= rows, (num_sequences, rows)
-        if seconds <= 0:
+        if seconds < 1e-9:
             return  # the clock was too coarse
         if draft:
             assert self._draft is not None, "ngram takes no draft steps"
@@ -269,7 +269,7 @@ class Speculator:
         for place, gain in enumerate(gains):
             self._surplus[place] += weight * (gain - self._surplus[place])
             together = num_sequences * self._surplus[place]
-            if together > gain:
+            if together > gain > 0:
                 prices[place] *= gain / together
         return prices
 
@@ -310,7 +310,6 @@ class Speculator:
         self._idle = 0.0
         self._wait = min(2 * self._wait, LAST_WAIT)
         if self.on_ranks:
-            # What was known is old. Seen afresh it just pays: one failure ends it, one success calls for another try.
-            fresh = min(0.95, max(rate, MARGIN * (1 + extra / plain) - 1))
-            drafting.odds[kind] = _Odds(hits=2 * fresh, tries=2.0, trust=0.0)
+            # What was known is old, and counts no more than the next try.
+            drafting.odds[kind] = _Odds(hits=rate, tries=1.0, trust=0.0)
         return 1

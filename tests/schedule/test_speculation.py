@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import MAX_DRAFTS, Speculation
-from shardwise.schedule.speculation import EXPERIMENTS, Drafting, Speculator, Tally
+from shardwise.schedule.speculation import EVERY, EXPERIMENTS, Drafting, Speculator, Tally
 
 DRAFT = Speculation("draft", model="small")
 NGRAM = Speculation("ngram")
@@ -58,7 +58,7 @@ CPU = World(0.85, 0.15, 0.2)
 MIDDLE = World(1, 0.05, 0.05)
 COSTLY = World(1, 0.05, 0.9)
 FULL = World(0.5, 0.5, 0.2)
-"""Costs more for a draft than there is to gain."""
+"""A draft costs more than there is to gain unless nearly all are right."""
 
 Rate = Callable[[int], float]
 
@@ -138,7 +138,7 @@ def test_tally(rounds: list[tuple[int, int]]) -> None:
     assert (tally.proposed, tally.accepted) == (sum(proposed for proposed, _ in rounds), sum(kept))
     assert tally.rate == (sum(kept) / tally.proposed if tally.proposed else 0.0)
     assert halves[0] + halves[1] == tally
-    assert tally.to_dict() == {
+    assert tally.document() == {
         "rounds": tally.rounds,
         "proposed": tally.proposed,
         "accepted": tally.accepted,
@@ -290,9 +290,9 @@ def test_no_leaps() -> None:
 
 def test_few_experiments() -> None:
     """Guards against experiments for ever: where free rows would pay and dear ones would not, a few rounds decide."""
-    run = Run(FULL, [always(0.8)], Speculator(DRAFT))
+    run = Run(FULL, [always(0.6)], Speculator(DRAFT))
     run.until(300)
-    assert sum(counts[0] > 0 for counts in run.drafts) <= 2 * EXPERIMENTS + 6
+    assert 1 < sum(counts[0] > 0 for counts in run.drafts) <= EXPERIMENTS + 300 // EVERY + 8
 
 
 # Several sequences
