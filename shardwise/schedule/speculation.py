@@ -29,9 +29,8 @@ KEEP, KEEP_ALL = 0.95, 0.98
 """Of what a request and the engine know, this much is left after another try."""
 KEEP_IDLE = 0.995
 """And this much of what the request knows after a round without a try."""
-FIRST_WAIT, AGAIN_WAIT, LAST_WAIT = 32.0, 8.0, 4096.0
-"""A probe may cost one part in so many of the time spent without drafts before it: at first, after speculation had
-paid, and at last."""
+FIRST_WAIT, LAST_WAIT = 32.0, 4096.0
+"""A probe may cost one part in so many of the time spent without drafts before it: at first, and at last."""
 SETTLED = 16
 """Rounds with drafts in a row after which speculation is said to pay."""
 PLAIN = 128
@@ -210,7 +209,7 @@ class Speculator:
             self._deepest = max(self._deepest, proposed)
             drafting.num_settled += 1
             if drafting.num_settled == SETTLED:
-                self._wait = AGAIN_WAIT
+                self._wait = FIRST_WAIT
 
     def observe(self, draft: bool, num_sequences: int, rows: int, seconds: float) -> None:
         """A step took so many ``seconds``: a draft step, or one of the model with decoding sequences only."""

@@ -56,6 +56,7 @@ class World:
 GPU = World(1, 0.002, 0.2)
 CPU = World(0.85, 0.15, 0.2)
 MIDDLE = World(1, 0.05, 0.05)
+HALF = World(1, 0.05, 0.5)
 COSTLY = World(1, 0.05, 0.9)
 FULL = World(0.5, 0.5, 0.2)
 """A draft costs more than there is to gain unless nearly all are right."""
@@ -215,7 +216,7 @@ def test_same_reports_same_choices() -> None:
 @pytest.mark.parametrize("world", [GPU, CPU, MIDDLE], ids=["gpu", "cpu", "middle"])
 def test_nears_the_optimum(world: World, rate: float) -> None:
     """Guards the gain: at least 95 % of the speed of the best fixed number of drafts, found without being told."""
-    assert mean_speed(world, [always(rate)], 3000) >= 0.95 * world.best(rate, 1)
+    assert mean_speed(world, [always(rate)], 5000, num_seeds=3) >= 0.95 * world.best(rate, 1)
 
 
 @pytest.mark.parametrize("world", [GPU, CPU, MIDDLE, COSTLY, FULL], ids=["gpu", "cpu", "middle", "costly", "full"])
@@ -233,14 +234,27 @@ def test_probes_become_rare() -> None:
     assert 5 <= run.speculator.tally.proposed <= 60
 
 
-@pytest.mark.parametrize("world", [GPU, CPU, MIDDLE], ids=["gpu", "cpu", "middle"])
+@pytest.mark.parametrize("world", [GPU, CPU, MIDDLE, HALF], ids=["gpu", "cpu", "middle", "half"])
 def test_comes_back_when_acceptance_rises(world: World) -> None:
     """Guards against off for ever: after 600 tokens of prose a copy begins, and is found by a probe before long."""
     rise: Rate = lambda length: 0.05 if length < 600 else 0.9  # noqa: E731
     runs = [Run(world, [rise], Speculator(DRAFT), seed=seed) for seed in range(4)]
     for run in runs:
         run.until(600)
-    assert sum(run.until(2000) for run in runs) / 4 >= 0.8 * world.best(0.9, 1)
+    assert sum(run.until(2000) for run in runs) / 4 >= 0.82 * world.best(0.9, 1)
+
+
+def test_success_makes_probes_frequent_again() -> None:
+    """Guards against a wait that only grows: after a copy was found late, the next one is found early."""
+    rate: Rate = lambda length: 0.9 if 30_000 < length < 36_000 or length > 36_400 else 0.0  # noqa: E731
+    waits = []
+    for seed in range(3):
+        run = Run(HALF, [rate], Speculator(DRAFT), seed=seed)
+        run.until(36_400)
+        before = len(run.drafts)
+        run.until(37_800)
+        waits.append(next(place for place, counts in enumerate(run.drafts[before:]) if counts[0] > 1))
+    assert sorted(waits)[1] <= 200
 
 
 @pytest.mark.parametrize("period", [50, 150])
@@ -332,8 +346,8 @@ def test_one_who_copies_does_not_hold_up_the_others() -> None:
     """Guards seven sequences against the draft steps of the eighth: those pay for all together, not for one alone."""
     world = World(1, 0.005, 0.2)
     rates = [always(0.9), *[always(0.0)] * 7]
-    assert mean_speed(world, rates, 400, limit=300) >= 0.95 * world.plain(8)
-    assert mean_speed(world, [always(0.9)] * 8, 400, limit=300) >= 0.93 * world.best(0.9, 8)
+    assert mean_speed(world, rates, 400, limit=300) >= 0.94 * world.plain(8)
+    assert mean_speed(world, [always(0.9)] * 8, 400, limit=300) >= 0.9 * world.best(0.9, 8)
 
 
 def test_many_short_requests_do_not_each_try() -> None:
@@ -343,10 +357,12 @@ def test_many_short_requests_do_not_each_try() -> None:
     assert run.speculator.tally.proposed <= 40
 
 
-def test_batches_of_new_requests() -> None:
-    """Guards a full server at its start: 32 requests at once learn together, and lose little if there is no gain."""
-    for rate in (0.0, 0.3):
-        assert mean_speed(CPU, [always(rate)] * 32, 200, num_seeds=2) >= 0.95 * CPU.plain(32)
+@pytest.mark.parametrize(("world", "size"), [(CPU, 32), (HALF, 8), (HALF, 32)], ids=["cpu 32", "half 8", "half 32"])
+def test_batches_of_new_requests(world: World, size: int) -> None:
+    """Guards a full server at its start: requests learn together and lose little, even if they gain nothing."""
+    for rate in (0.0, 0.3, 0.6):
+        speed = mean_speed(world, [always(rate)] * size, 200, num_seeds=2, limit=200)
+        assert speed >= 0.95 * world.plain(size)
 
 
 # Prompt lookup
