@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise import reference
-from shardwise.config import Coordinates, EngineConfig, Layout, Speculation
+from shardwise.config import BLOCK, Coordinates, EngineConfig, Layout, Speculation
 from shardwise.llm import open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
@@ -312,21 +312,49 @@ def test_preemption(models: dict[str, Path], proposer: str, layout: str, cached:
 @pytest.mark.parametrize("layout", ["1", "pp2"])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_warm_prefix_cache(models: dict[str, Path], plain: Any, proposer: str, layout: str) -> None:
-    """Guards cached blocks of which the draft's half is missing: first nobody drafts, then all do, then all again."""
-    keys = [(prompt, prompt % 4) for prompt in range(0, len(PROMPTS), 3)]
+    """Guards cached blocks of which the draft's half is missing, or is that of another text.
+
+    First others draft in all blocks, then nobody drafts, then all do, and once more.
+    """
+    keys, others = ([(prompt, prompt % 4) for prompt in range(first, len(PROMPTS), 3)] for first in (0, 1))
     plan = planned(models, "llama", layout, proposer)
     expected = plain("llama", plan.dtype)
-    with recorded(plan) as (replicas, recorders):
+    needed = sum(-(-(len(PROMPTS[prompt]) + 12) // BLOCK) for prompt, _ in keys)
+    with recorded(plan, num_blocks=needed + len(keys)) as (replicas, (recorder,)):
+        run_on(replicas, [job_of(*key) for key in others])
         answers = run_on(replicas, [job_of(*key, max_tokens=1) for key in keys])
         assert [answer.tokens for answer in answers] == [expected[key].tokens[:1] for key in keys]
         for _ in range(2):
-            for recorder in recorders:
-                recorder.steps.clear()
+            recorder.steps.clear()
             assert run_on(replicas, [job_of(*key) for key in keys]) == [expected[key] for key in keys]
-            fed = sum(len(chunk.tokens) for recorder in recorders for chunk in recorder.verifying[0].chunks)
-            assert fed < sum(len(PROMPTS[prompt]) for prompt, _ in keys) / 2
+            first = {chunk.sequence: chunk.start for step in recorder.verifying[::-1] for chunk in step.chunks}
+            assert sum(first.values()) > sum(len(PROMPTS[prompt]) for prompt, _ in keys) / 2
         tally = tally_of(replicas)
         assert proposer != "the model itself" or tally.accepted == tally.proposed > 0
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_block_of_two_sequences(models: dict[str, Path], way: dict[str, Any]) -> None:
+    """Guards a block that is exchanged for an equal one, of which the draft's half is not complete.
+
+    The first sequence ends with a full block whose last token was a draft, and so was not read by the draft model; in
+    that very step the other one, a token ahead, comes by. The draft is the model itself: nothing may be rejected.
+    """
+    base = {"ignore_eos": True, "seed": 1, **way}
+    bare = plan_of(models["llama"], "1")
+    prompt = PROMPTS[5][:20]
+    with threads(bare) as executors:
+        (whole,) = run_on(replicas_of(executors, bare), [Job(prompt, SamplingParams(max_tokens=60, **base))])
+    jobs = [
+        Job(prompt, SamplingParams(max_tokens=13, **base)),
+        Job([*prompt, whole.tokens[0]], SamplingParams(max_tokens=59, **base)),
+    ]
+    with recorded(planned(models, "llama", "1", "draft=MODEL,k=4")) as (replicas, (recorder,)):
+        answers = run_on(replicas, jobs)
+    assert [answer.tokens for answer in answers] == [whole.tokens[:13], whole.tokens[1:]]
+    assert recorder.verifying[3].chunks[0].blocks[1] != recorder.verifying[3].chunks[1].blocks[1]
+    assert recorder.verifying[4].chunks[0].blocks[1] == recorder.verifying[3].chunks[0].blocks[1]
+    assert tally_of(replicas).rate == 1.0
 
 
 def test_the_last_round_is_cut(models: dict[str, Path], plain: Any) -> None:

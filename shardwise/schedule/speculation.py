@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.config import MAX_DRAFTS, Speculation
 from shardwise.schedule.cost import Cost, Line
 from shardwise.schedule.ngram import Lookup, continuation
+from shardwise.schedule.odds import Odds
 
 MARGIN = 1.02
 """Speculation must promise so many times the speed of plain decoding."""
@@ -23,18 +24,12 @@ FIRST_DRAFTS = 3
 GUESSED = (0.6,)
 GUESSED_NGRAM = (0.2, 0.4, 0.6, 0.8, 0.95, 0.98)
 """α before anything is known; for "ngram" with matches of at least 1, 2, 4, 8, 16 and 32 tokens (measured on text)."""
-TRUST = 8.0
-"""So many tries is the experience of the whole engine worth to a new request, and a guess to a new engine."""
-KEEP, KEEP_ALL = 0.95, 0.98
-"""Of what a request and the engine know, this much is left after another try."""
-KEEP_IDLE = 0.995
-"""And this much of what the request knows after a round without a try."""
 FIRST_WAIT, LAST_WAIT = 32.0, 4096.0
 """A probe may cost one part in so many of the time spent without drafts before it: at first, and at last."""
 SETTLED = 16
 """Rounds with drafts in a row after which speculation is said to pay."""
 PLAIN = 128
-"""Steps after which a round goes without drafts to see what that costs; at first after step 1, 4, 16, ..."""
+"""Steps after which a round goes without drafts to see what that costs; at first much sooner."""
 EXPERIMENTS, EVERY = 4, 64
 """Rounds that may be spent on learning what rows cost: so many, and one more after so many steps."""
 
@@ -76,35 +71,6 @@ class Tally:
         }
 
 
-@dataclass
-class _Odds:
-    """Evidence of one α, the old forgotten bit by bit."""
-
-    hits: float = 0.0
-    tries: float = 0.0
-    trust: float = TRUST
-    """Weight of what is believed beforehand, in tries."""
-    novelty: float = 1.0
-    """How much others can learn from it: each request counts with its first tries, lest the engine's rate be that of
-    those who draft most."""
-
-    def add(self, hits: float, tries: float, keep: float) -> None:
-        kept = keep**tries
-        self.hits = self.hits * kept + hits
-        self.tries = self.tries * kept + tries
-        self.trust *= kept
-        self.novelty *= kept
-
-    def age(self) -> None:
-        """Come nearer to what is believed again."""
-        self.hits *= KEEP_IDLE
-        self.tries *= KEEP_IDLE
-        self.trust += (1 - KEEP_IDLE) * (TRUST - self.trust)
-
-    def rate(self, believed: float) -> float:
-        return (self.hits + self.trust * believed) / (self.tries + self.trust)
-
-
 class Drafting:
     """What is known of one request's drafts. Its owner keeps it; only the Speculator changes it."""
 
@@ -112,7 +78,7 @@ class Drafting:
         ngram = config.kind == "ngram"
         self.tally = Tally()
         self.lookup = Lookup(config.min_match, config.max_match) if ngram else None
-        self.odds = [_Odds() for _ in (GUESSED_NGRAM if ngram else GUESSED)]
+        self.odds = [Odds() for _ in (GUESSED_NGRAM if ngram else GUESSED)]
         self.kind = 0
         """Index of the odds that the drafts on their way belong to: that of the length of their match."""
         self.num_sequences = 1
@@ -147,7 +113,7 @@ class Speculator:
         self.tally = Tally()
         """Of all requests."""
         self._guessed = GUESSED if self.on_ranks else GUESSED_NGRAM
-        self._odds = [_Odds() for _ in self._guessed]
+        self._odds = [Odds() for _ in self._guessed]
         self._target = Cost()
         self._draft = Cost() if self.on_ranks else None
         self._deepest = FIRST_DRAFTS  # drafts that were tried at once
@@ -187,7 +153,7 @@ class Speculator:
             index, guess, kind = drafting.shadow
             drafting.shadow = None
             if index < len(tokens):
-                self._learn(drafting, kind, int(tokens[index] == guess), 1)
+                drafting.odds[kind].add(int(tokens[index] == guess), 1, self._odds[kind])
         match = lookup.find(tokens)
         if match is None:
             return []
@@ -205,7 +171,8 @@ class Speculator:
         drafting.tally.add(proposed, accepted)
         self.tally.add(proposed, accepted)
         if proposed:
-            self._learn(drafting, drafting.kind, accepted, accepted + (accepted < proposed))
+            tries = accepted + (accepted < proposed)
+            drafting.odds[drafting.kind].add(accepted, tries, self._odds[drafting.kind])
             self._deepest = max(self._deepest, proposed)
             drafting.num_settled += 1
             if drafting.num_settled == SETTLED:
@@ -224,12 +191,6 @@ class Speculator:
             self._since_plain = self._since_plain + 1 if rows > num_sequences else 0
             self._num_experiments += self._experimenting
             self._experimenting = False
-
-    def _learn(self, drafting: Drafting, kind: int, hits: int, tries: int) -> None:
-        own, all_ = drafting.odds[kind], self._odds[kind]
-        all_.add(hits * own.novelty, tries * own.novelty, KEEP_ALL)
-        all_.trust = TRUST  # a guess may always be wrong, but keeps an engine from concluding from one try
-        own.add(hits, tries, KEEP)
 
     def _choose(self, drafting: Drafting, kind: int, most: int) -> int:
         """The best number of drafts, 0 to ``most``, for odds of this kind."""
@@ -310,5 +271,5 @@ class Speculator:
         self._wait = min(2 * self._wait, LAST_WAIT)
         if self.on_ranks:
             # What was known is old, and counts no more than the next try.
-            drafting.odds[kind] = _Odds(hits=rate, tries=1.0, trust=0.0)
+            drafting.odds[kind] = Odds(hits=rate, tries=1.0, trust=0.0)
         return 1
