@@ -80,8 +80,8 @@ class LLM:
     @property
     def drafts(self) -> Tally | None:
         """What became of all drafts so far; None without speculation."""
-        speculators = [engine.scheduler.speculator for engine in self._replicas.engines]
-        found = [speculator.tally for speculator in speculators if speculator is not None]
+        drafts = [engine.scheduler.drafts for engine in self._replicas.engines]
+        found = [each.speculator.tally for each in drafts if each is not None]
         return sum(found[1:], found[0]) if found else None
 
     def generate(

@@ -170,8 +170,8 @@ def recorded(plan: RunPlan, **settings: Any) -> Iterator[tuple[Replicas, list[Re
 
 def tally_of(replicas: Replicas) -> Tally:
     """The drafts of all engines."""
-    found = [engine.scheduler.speculator for engine in replicas.engines]
-    return sum((each.tally for each in found if each is not None), Tally())
+    found = [engine.scheduler.drafts for engine in replicas.engines]
+    return sum((each.speculator.tally for each in found if each is not None), Tally())
 
 
 def check_tally(replicas: Replicas, recorders: Sequence[Recorder], answers: Sequence[Answer]) -> Tally:
@@ -578,7 +578,7 @@ def test_histograms_add_up(tmp_path_factory: pytest.TempPathFactory, proposer: s
             before += sum(drafts, Tally())
             assert llm.drafts == before
         assert before.proposed
-        assert llm.drafts == sum((engine.scheduler.speculator.tally for engine in llm._replicas.engines), Tally())  # type: ignore[union-attr]
+        assert llm.drafts == tally_of(llm._replicas)
 
 
 def test_no_histogram_without_speculation(tmp_path_factory: pytest.TempPathFactory) -> None:

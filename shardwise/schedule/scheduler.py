@@ -8,8 +8,9 @@ from __future__ import annotations
 from bisect import insort
 from typing import NamedTuple
 
-from shardwise.config import BLOCK, MAX_DRAFTS, Speculation
+from shardwise.config import BLOCK, Speculation
 from shardwise.schedule.blocks import BlockPool
+from shardwise.schedule.drafts import Drafts
 from shardwise.schedule.gate import Gate
 from shardwise.schedule.sequence import Request, Sequence
 from shardwise.schedule.speculation import Speculator
@@ -71,9 +72,10 @@ class Scheduler:
         self._num_in_flight = num_in_flight
         optimal = speculation is not None and speculation.accept == "optimal"
         self._gate = Gate(max_model_len, num_blocks, vocab_size, eos, optimal)
-        self.speculator = Speculator(speculation) if speculation is not None else None
-        self._max_draft_len = max_draft_len or max_model_len
-        self._num_draft_ids = num_draft_ids or vocab_size
+        self.drafts: Drafts | None = None
+        if speculation is not None:
+            limits = max_batch_tokens, max_chunk, max_draft_len or max_model_len, num_draft_ids or vocab_size
+            self.drafts = Drafts(Speculator(speculation), self.pool, *limits)
         self._num_added = 0
         self._num_steps = 0
         self._sequences: dict[int, Sequence] = {}  # unfinished, by request id
@@ -105,8 +107,8 @@ class Scheduler:
         if request.id in self._sequences:
             raise ValueError(f"request id {request.id} is in use: choose another, or wait until that request is done")
         sequence = self._gate.admit(request, self._num_added)
-        if self.speculator is not None:
-            sequence.drafting = self.speculator.begin()
+        if self.drafts is not None:
+            sequence.drafting = self.drafts.speculator.begin()
         self._sequences[request.id] = sequence
         self._num_added += 1
         self._waiting.append(sequence)
@@ -127,8 +129,8 @@ class Scheduler:
         if len(ready) > share:
             ready.sort(key=lambda sequence: sequence.served)
         decodes = [sequence for sequence in ready if sequence.num_left == 1]
-        if self.speculator is not None:
-            chunks = self._draft(self.speculator, decodes, share)
+        if self.drafts is not None:
+            chunks = self.drafts.collect(decodes, share)
             if chunks:
                 return self._emit(chunks, draft=True)
 
@@ -169,52 +171,6 @@ class Scheduler:
         chunks.append(chunk)
         return len(chunk.tokens)
 
-    def _draft(self, speculator: Speculator, decodes: list[Sequence], share: int) -> list[Chunk]:
-        """Chunks of a draft pass for the sequences that want more drafts; no chunks when all have theirs."""
-        chunks: list[Chunk] = []
-        budget = self._max_batch_tokens
-        for sequence in decodes:
-            drafting = sequence.drafting
-            assert drafting is not None
-            if sequence.in_flight:
-                continue  # the rest of its prompt is being computed
-            if sequence.wanted is None:
-                room = min(sequence.max_len, self._max_draft_len) - len(sequence.tokens) - 1
-                most = min(MAX_DRAFTS, self._max_chunk - 1, room)
-                sequence.wanted = speculator.length(drafting, min(len(decodes), share), most)
-                if not speculator.on_ranks:
-                    self._keep_drafts(sequence, speculator.propose(drafting, sequence.tokens, sequence.wanted))
-                    sequence.wanted = 0
-            if len(sequence.drafts) >= sequence.wanted or len(chunks) == share or not budget:
-                continue
-            if not self.pool.grow(sequence, len(sequence.drafts)):
-                sequence.wanted = len(sequence.drafts)
-                continue
-            start = max(sequence.drafted, sequence.computed if speculator.shares_kv else 0)
-            count = min(len(sequence.tokens) + len(sequence.drafts) - start, self._max_chunk, budget)
-            chunk = sequence.chunk(start, count, draft=True)
-            if chunk.masks and chunk.masks[0] and not any(chunk.masks[0][: self._num_draft_ids // 8]):
-                sequence.wanted = len(sequence.drafts)  # the draft model knows none of the tokens that may come
-                continue
-            chunks.append(chunk)
-            sequence.in_flight += 1
-            budget -= count
-        return chunks
-
-    def _keep_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Its drafts are now ``drafts``, up to an end token.
-
-        That is drawn all the same and need not be verified, but rejection sampling must judge it: to leave out a draft
-        for what it is would bend the distribution.
-        """
-        end = next((at for at, token in enumerate(drafts) if token in sequence.stops), len(drafts))
-        kept = drafts[: end + sequence.optimal]
-        if sequence.constraint is not None and kept:
-            kept = kept[: len(sequence.constraint.masks(sequence.tokens, kept)) - 1]
-        if end < len(drafts) or len(kept) < len(drafts):
-            sequence.wanted = len(kept)
-        sequence.drafts = kept
-
     def _emit(self, chunks: list[Chunk], draft: bool = False) -> Step:
         number = self._num_steps
         self._num_steps += 1
@@ -239,7 +195,8 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue
             if step.draft:
-                self._add_draft(sequence, chunk, tokens)
+                assert self.drafts is not None
+                self.drafts.add(sequence, chunk, tokens)
                 continue
             scores = logprobs[: len(chunk.scored)][max(0, sequence.scored - chunk.start) :]
             sequence.scored += len(scores)
@@ -252,10 +209,8 @@ class Scheduler:
             if not taken and sequence.computed == sequence.max_len:
                 sequence.finish_reason = "length"
             self.pool.commit(sequence)
-            if tokens and self.speculator is not None and sequence.drafting is not None:
-                if known == 1:
-                    self.speculator.record(sequence.drafting, chunk.drafts, len(tokens) - 1)
-                sequence.drafts, sequence.wanted = [], None
+            if tokens and self.drafts is not None:
+                self.drafts.settle(sequence, chunk, len(tokens) - 1)
             if taken or scores or sequence.finish_reason is not None:
                 drawn = logprobs[len(chunk.scored) :][: len(taken)]
                 news.append(News(sequence, taken, logits[: len(taken)], drawn, scores))
@@ -265,18 +220,8 @@ class Scheduler:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn what a step cost, for the number of drafts that pays."""
-        if self.speculator is None or not all(len(chunk.tokens) - chunk.drafts <= 2 for chunk in step.chunks):
-            return  # prompts are among them
-        if all(chunk.sampling is not None for chunk in step.chunks):
-            self.speculator.observe(step.draft, len(step.chunks), step.num_tokens, seconds)
-
-    def _add_draft(self, sequence: Sequence, chunk: Chunk, tokens: list[int]) -> None:
-        sequence.in_flight -= 1
-        sequence.drafted = chunk.start + len(chunk.tokens)
-        if tokens:
-            self._keep_drafts(sequence, [*sequence.drafts, *tokens])
-        if self.speculator is not None and not self.speculator.shares_kv:
-            self.pool.mark(sequence)
+        if self.drafts is not None:
+            self.drafts.observe(step, seconds)
 
     def finish(self, sequence_id: int, reason: str) -> Sequence | None:
         """End a sequence and free its blocks at once; None if there is no such unfinished sequence.

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from shardwise.config import BLOCK, Speculation
 from shardwise.params import SamplingParams
-from shardwise.schedule.blocks import BlockPool
 from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
 from shardwise.schedule.step import Chunk, Step, StepResult
@@ -346,7 +345,7 @@ def test_generated_tokens_are_reused_too() -> None:
 def test_colliding_digests_change_no_token() -> None:
     """Guards C65 in the whole: a hash of four values, many alike prompts, and everyone still finds its own past."""
     run = Run(make(num_blocks=20))
-    run.scheduler.pool = BlockPool(20, b"secret", prefix_cache=True, digest=lambda data: bytes([sum(data) % 4]))
+    run.scheduler.pool._hash = lambda data: bytes([sum(data) % 4])
     for number in range(12):
         run.add(ask(number, [*prompt(16, number % 2), *prompt(20, number % 3)], max_tokens=12))
         run.round()
@@ -665,9 +664,7 @@ def test_everyone_gets_what_it_gets_alone(
     """Guards the promise: no batch mate, budget, hit, preemption, draft, abort or death changes a token; all end."""
     scheduler = make(**sizes, speculation=speculation, max_draft_len=60)
     if weak:
-        scheduler.pool = BlockPool(
-            sizes["num_blocks"], b"s", sizes["prefix_cache"], digest=lambda data: bytes([sum(data) % 5])
-        )
+        scheduler.pool._hash = lambda data: bytes([sum(data) % 5])
     run = Run(scheduler, sizes["max_model_len"])
     run.ranks.guess = lambda: draws.random() < skill
     run.ranks.shared = speculation is not None and speculation.kind == "self"
