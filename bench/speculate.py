@@ -3,7 +3,7 @@
     python -m bench.speculate [--dtypes float32,bfloat16] [--batches 1,8] [--rounds 5] [--new 128] [--json]
 
 "copy" is a text that stands in the prompt twice and is begun a third time, which the model copies; "prose" goes on from
-pieces of ordinary English. Each proposer is an engine of its own; they take turns, and ratios are of the same round.
+pieces of ordinary English. Drafts on and off take turns in the same engine, and ratios are of the same round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,57 +56,49 @@ def workloads(llm: LLM, batch: int) -> dict[str, list[list[int]]]:
 
 
 def measure(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    """A row for each workload, batch size and proposer."""
-    proposers = args.proposers or PROPOSERS[dtype]
-    llms = {None: LLM(args.model, args.layout, dtype=dtype)}
-    llms |= {text: LLM(args.model, args.layout, dtype=dtype, speculate=text) for text in proposers}
+    """A row for each proposer, workload and batch size; one engine is loaded at a time."""
     by = SamplingParams(max_tokens=args.new, temperature=args.temperature, seed=7, ignore_eos=True)
     rows = []
-    for batch in map(int, args.batches.split(",")):
-        for kind, prompts in workloads(llms[None], batch).items():
-            took: dict[str | None, list[float]] = {text: [] for text in llms}
-            texts = {}
-            for number in range(args.rounds + 1):
-                order = list(llms) if number % 2 else list(llms)[::-1]
-                for text in order:
-                    began = time.perf_counter()
-                    found = llms[text].generate(prompts, by)
-                    decoding = max(out.finished for out in found) - min(out.first_token for out in found)
-                    assert began < found[0].finished
-                    texts[text] = [out.token_ids for out in found]
-                    tallies = [out.outputs[0].drafts for out in found]
-                    if number:
-                        took[text].append(decoding)
-                    if number == args.rounds:
-                        rows.append(row(dtype, kind, batch, text, args.new, took, tallies))
-                    print(f"{dtype} {kind} {batch} {text}: {decoding:.2f} s", file=sys.stderr)
-            assert all(found == texts[None] for found in texts.values()), "speculation changed a token"
-    for llm in llms.values():
-        llm.close()
+    for proposer in args.proposers or PROPOSERS[dtype]:
+        with LLM(args.model, args.layout, dtype=dtype, speculate=proposer) as llm:
+            for batch in map(int, args.batches.split(",")):
+                for kind, prompts in workloads(llm, batch).items():
+                    rows.append({"dtype": dtype, "text": kind, "batch": batch, "proposer": proposer})
+                    rows[-1] |= compare(llm, prompts, by, args.rounds)
+                    print(json.dumps(rows[-1]), file=sys.stderr)
     return rows
 
 
-def row(
-    dtype: str, kind: str, batch: int, text: str | None, new: int, took: dict[str | None, list[float]], tallies: Any
-) -> dict[str, Any]:
-    """Medians over the rounds; ``ratio`` is the speed over plain decoding's in the same round."""
-    plain = took[None]
-    ratios = sorted(a / b for a, b in zip(plain, took[text], strict=False))
-    rounds = sum(sum(tally.rounds) for tally in tallies if tally is not None)
+def compare(llm: LLM, prompts: list[list[int]], by: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Medians with drafts and without, by turns in the same engine; ``ratio`` is of the speeds in the same round."""
+    schedulers = [engine.scheduler for engine in llm._replicas.engines]
+    drafts = [scheduler.drafts for scheduler in schedulers]
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(rounds + 1):
+        found = {}
+        for on in (True, False) if number % 2 else (False, True):
+            for scheduler, own in zip(schedulers, drafts, strict=True):
+                scheduler.drafts = own if on else None
+            found[on] = llm.generate(prompts, by)
+            decoding = max(out.finished for out in found[on]) - min(out.first_token for out in found[on])
+            if number:  # the first round warms up
+                took[on].append(decoding)
+        same = [a.token_ids == b.token_ids for a, b in zip(found[True], found[False], strict=True)]
+        assert all(same), "speculation changed a token"
+    tallies = [out.outputs[0].drafts for out in found[True]]
     proposed = sum(tally.proposed for tally in tallies if tally is not None)
     accepted = sum(tally.accepted for tally in tallies if tally is not None)
+    verified = sum(sum(tally.rounds) for tally in tallies if tally is not None)
+    ratios = sorted(off / on for on, off in zip(took[True], took[False], strict=True))
+    speeds = {on: round(len(prompts) * (by.max_tokens - 1) / statistics.median(took[on]), 1) for on in took}
     return {
-        "dtype": dtype,
-        "text": kind,
-        "batch": batch,
-        "proposer": text or "off",
-        "tokens_per_s": round(batch * (new - 1) / statistics.median(took[text]), 1),
-        "ratio": round(statistics.median(ratios), 3) if ratios else 1.0,
-        "least": round(ratios[0], 3) if ratios else 1.0,
-        "most": round(ratios[-1], 3) if ratios else 1.0,
-        "accepted": round(accepted / proposed, 3) if proposed else None,
-        "drafts_per_round": round(proposed / rounds, 2) if rounds else 0.0,
-        "share_of_tokens": round(accepted / (batch * new), 3),
+        "off_tokens_per_s": speeds[False],
+        "on_tokens_per_s": speeds[True],
+        "ratio": round(statistics.median(ratios), 2),
+        "least": round(ratios[0], 2),
+        "most": round(ratios[-1], 2),
+        "accepted": round(accepted / proposed, 2) if proposed else None,
+        "drafts_per_round": round(proposed / verified, 1) if verified else 0.0,
     }
 
 

@@ -633,22 +633,34 @@ def test_ranks_draw_the_same_tokens(models: dict[str, Path], proposer: str, acce
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_optimal_is_one_answer_too(models: dict[str, Path], plain: Any, proposer: str) -> None:
     """C17, C67: by rejection sampling greedy tokens are those of plain decoding, and seeded ones, with a fixed number
-    of drafts, the same on every layout, in every batch and every time."""
+    of drafts, the same on every layout, in every batch and every time.
+
+    The texts, read again as prompts without any drafts, have the very same log-probabilities: what the draft left in
+    the cache when its opinion was computed anew is gone.
+    """
     text = PROPOSERS[proposer] + ("" if "k=" in PROPOSERS[proposer] else ",k=4") + ",accept=optimal"
     settings = {"dtype": "float32"} if proposer == "rounded weights" else {}
-    keys = [(prompt, prompt % 4) for prompt in range(0, 50, 2)]
+    keys = [(prompt, prompt % 4) for prompt in range(0, 50, 2)] + [(prompt, 1) for prompt in range(2, 20, 4)]
+    jobs = [job_of(*key, logprobs=0) for key in keys]
     seen = []
     for layout, batch in (("1", 32), ("tp2", 32), ("pp2", 5), ("tp2.pp2", 32), ("dp2", 7)):
         plan = planned(models, "llama", layout, text, **settings)
         with recorded(plan, max_num_seqs=batch) as (replicas, recorders):
-            seen.append(run_on(replicas, [job_of(*key) for key in keys]))
+            seen.append(run_on(replicas, jobs))
             tally = check_tally(replicas, recorders, seen[-1])
             assert tally.proposed
             assert proposer != "the model itself" or tally.rate == 1.0
     assert all(answers == seen[0] for answers in seen)
     expected = plain("llama", plan.dtype)
-    greedy = [answer for key, answer in zip(keys, seen[0], strict=True) if key[1] == 0]
-    assert greedy == [expected[key] for key in keys if key[1] == 0]
+    greedy = [(key, answer) for key, answer in zip(keys, seen[0], strict=True) if key[1] == 0]
+    assert [answer.tokens for _, answer in greedy] == [expected[key].tokens for key, _ in greedy]
+    reading = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    bare = plan_of(models["llama"], "1", dtype=plan.dtype, kv_tokens=8192)
+    with threads(bare) as executors:
+        texts = [Job([*job.prompt, *answer.tokens], reading) for job, answer in zip(jobs, seen[0], strict=True)]
+        read = run_on(replicas_of(executors, bare), texts)
+    for job, answer, again in zip(jobs, seen[0], read, strict=True):
+        assert again.prompt_logprobs[len(job.prompt) - 1 :] == answer.logprobs
 
 
 @pytest.fixture(scope="module")
