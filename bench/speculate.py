@@ -85,6 +85,8 @@ def compare(llm: LLM, prompts: list[list[int]], by: SamplingParams, rounds: int)
                 took[on].append(decoding)
         same = [a.token_ids == b.token_ids for a, b in zip(found[True], found[False], strict=True)]
         assert all(same), "speculation changed a token"
+    for scheduler, own in zip(schedulers, drafts, strict=True):
+        scheduler.drafts = own
     tallies = [out.outputs[0].drafts for out in found[True]]
     proposed = sum(tally.proposed for tally in tallies if tally is not None)
     accepted = sum(tally.accepted for tally in tallies if tally is not None)

