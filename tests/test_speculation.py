@@ -112,7 +112,7 @@ PROMPTS = prompts()
 
 
 def job_of(prompt: int, way: int, **settings: Any) -> Job:
-    chosen = {"max_tokens": 7 + prompt % 6, "seed": 100 * way + prompt, **WAYS[way], **settings}
+    chosen = {"max_tokens": 6 + prompt % 4, "seed": 100 * way + prompt, **WAYS[way], **settings}
     return Job(PROMPTS[prompt], SamplingParams(**chosen))
 
 
@@ -236,7 +236,7 @@ def test_tokens_and_logits_are_those_of_plain_decoding(
     """C67, C17: greedy, seeded and with every filter and penalty, whoever drafts, on whatever layout, in any batch."""
     turn = LAYOUTS.index(layout) + list(PROPOSERS).index(proposer)
     keys = [(prompt, (prompt + turn) % 4) for prompt in range(len(PROMPTS))]
-    part = {1: 5, 3: 3}.get(batch, 1)  # few at a time take long: a part of them then, another one on each layout
+    part = {1: 7, 3: 3}.get(batch, 1)  # few at a time take long: a part of them then, another one on each layout
     compare(models, plain, (model, proposer, layout, batch), keys[turn % part :: part])
 
 
@@ -261,7 +261,7 @@ SCHEDULES: list[dict[str, Any]] = [
 """Single rows, where no draft has room; drafts that end in the middle of a chunk; a batch that can't hold them all."""
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2.pp2"])
+@pytest.mark.parametrize("layout", ["1", "pp2"])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_chunks(models: dict[str, Path], plain: Any, proposer: str, layout: str) -> None:
     """Guards the draft's place in its own cache, and the drafts themselves, through chunks and crowded batches.
@@ -269,7 +269,7 @@ def test_chunks(models: dict[str, Path], plain: Any, proposer: str, layout: str)
     The model as its own draft tells: a single wrong row of its cache would show as a draft that is not accepted.
     """
     turn = list(PROPOSERS).index(proposer)
-    keys = [(prompt, (prompt + turn) % 4) for prompt in range(turn % 5, len(PROMPTS), 5)]
+    keys = [(prompt, (prompt + turn) % 4) for prompt in range(turn % 7, len(PROMPTS), 7)]
     plan = planned(models, "llama", layout, proposer)
     expected = plain("llama", plan.dtype)
     with threads(plan) as executors:
@@ -288,9 +288,9 @@ def test_chunks(models: dict[str, Path], plain: Any, proposer: str, layout: str)
 def test_preemption(models: dict[str, Path], proposer: str, layout: str, cached: bool) -> None:
     """Guards drafts and the draft's cache of sequences that lose their blocks and come back, with some of them or none.
 
-    Six sequences grow from one block to four, and there are seven.
+    Six sequences grow from one block to three, and there are seven.
     """
-    jobs = [Job(PROMPTS[2][:length], SamplingParams(max_tokens=40, ignore_eos=True)) for length in range(9, 15)]
+    jobs = [Job(PROMPTS[2][:length], SamplingParams(max_tokens=30, ignore_eos=True)) for length in range(9, 15)]
     plan = planned(models, "llama", layout, proposer)
     bare = plan_of(models["llama"], "1", dtype=plan.dtype)
     with threads(bare) as executors:
@@ -472,7 +472,7 @@ def test_a_draft_of_another_vocabulary(
     assert tally_of(replicas).accepted > 0
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2.pp2"])
+@pytest.mark.parametrize("layout", ["1", "tp2"])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_log_probabilities(models: dict[str, Path], proposer: str, layout: str) -> None:
     """Guards the rows behind a token: log-probabilities of tokens and prompts come from the very same rows."""
@@ -512,8 +512,7 @@ def test_aborted_requests(models: dict[str, Path], plain: Any) -> None:
             assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
 
 
-@pytest.mark.parametrize("layout", ["1", "tp2.pp2"])
-@pytest.mark.parametrize("accept", ["coupled", "optimal"])
+@pytest.mark.parametrize(("accept", "layout"), [("coupled", "1"), ("coupled", "tp2.pp2"), ("optimal", "pp2")])
 def test_the_draft_drafts(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, accept: str, layout: str) -> None:
     """Guards a draft model that is never asked (seeds.md, b23): a draft step is a pass of the draft, and no other is.
 
@@ -613,8 +612,7 @@ class Chorus(Runner):
     ("proposer", "accept"),
     [
         ("ngram,k=4,min_match=1", "optimal"),
-        ("draft=SMALL,k=3", "optimal"),
-        ("self,layers=2,k=3", "coupled"),
+        ("draft=SMALL,k=3", "coupled"),
     ],
 )
 def test_ranks_draw_the_same_tokens(models: dict[str, Path], proposer: str, accept: str) -> None:
@@ -640,10 +638,10 @@ def test_optimal_is_one_answer_too(models: dict[str, Path], plain: Any, proposer
     """
     text = PROPOSERS[proposer] + ("" if "k=" in PROPOSERS[proposer] else ",k=4") + ",accept=optimal"
     settings = {"dtype": "float32"} if proposer == "rounded weights" else {}
-    keys = [(prompt, prompt % 4) for prompt in range(0, 50, 2)] + [(prompt, 1) for prompt in range(2, 20, 4)]
+    keys = [(prompt, prompt % 4) for prompt in range(0, 50, 3)]
     jobs = [job_of(*key, logprobs=0) for key in keys]
     seen = []
-    for layout, batch in (("1", 32), ("tp2", 32), ("pp2", 5), ("tp2.pp2", 32), ("dp2", 7)):
+    for layout, batch in (("1", 32), ("tp2", 32), ("pp2", 5), ("tp2.pp2", 32), ("dp2", 32)):
         plan = planned(models, "llama", layout, text, **settings)
         with recorded(plan, max_num_seqs=batch) as (replicas, recorders):
             seen.append(run_on(replicas, jobs))
@@ -707,7 +705,8 @@ LAWS: dict[str, dict[str, Any]] = {
     "end tokens": {"temperature": 0.8, "stop_token_ids": (0, 5)},
 }
 LAWFUL = ["draft=SMALL,k=2", "self,layers=1,k=2", "ngram,k=2,min_match=1"]
-QUICK = [*((LAWFUL[0], way, 2000) for way in LAWS), (LAWFUL[1], "top_k", 2000), (LAWFUL[2], "temperature", 2000)]
+QUICK = [(proposer, way, 2000) for proposer, way in zip(LAWFUL, LAWS, strict=True)]
+QUICK += [(LAWFUL[0], "end tokens", 2000), (LAWFUL[2], "temperature", 2000)]
 WHOLE = [(proposer, way, 20_000) for proposer in LAWFUL for way in LAWS]
 
 
