@@ -164,6 +164,8 @@ class EngineConfig:
     max_num_seqs: int = 256
     prefix_cache: bool = True
     speculate: Speculation | None = None
+    isolate: bool = False
+    """Run even a single rank on the CPU in a process of its own, which can die without harm."""
     start_timeout: float = 300.0
     step_timeout: float = 300.0
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from shardwise.config import EngineConfig, Layout, Speculation
-from shardwise.defaults import model_defaults
-from shardwise.engine import Engine, Output
+from shardwise.engine import Output
+from shardwise.intake import Messages, Prompt
+from shardwise.open import open_model
 from shardwise.outputs import CompletionOutput, RequestOutput
-from shardwise.params import MAX_SEED, SamplingParams
-from shardwise.replicas import Replicas
-from shardwise.runtime.launch import RunPlan, launch, plan_run
-from shardwise.runtime.source import Source, open_source
-from shardwise.schedule.scheduler import Scheduler
-from shardwise.schedule.sequence import Request
+from shardwise.params import SamplingParams
+from shardwise.runtime.launch import launch
 from shardwise.schedule.speculation import Tally
-from shardwise.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from shardwise.grammar import Grammars
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -52,27 +39,17 @@ class LLM:
         generation_config: bool = True,
         **settings: Any,
     ) -> None:
-        started = time.monotonic()
         if isinstance(settings.get("speculate"), str):
             settings["speculate"] = Speculation.parse(settings["speculate"])
         config = EngineConfig(layout=Layout.parse(layout) if isinstance(layout, str) else layout, **settings)
-        self.source = open_source(model)
-        self.tokenizer = open_tokenizer(self.source)
-        self.eos = self.source.eos | self.tokenizer.eos
-        self.defaults = model_defaults(self.source.generation if generation_config else {})
+        opened = open_model(model, config, generation_config=generation_config, on_progress=on_progress, start=launch)
+        self.source, self.tokenizer, self.eos = opened.source, opened.tokenizer, opened.eos
+        self.defaults = opened.defaults
         """What holds for fields that a request leaves open, where params aren't given as a whole."""
-        self.plan = plan_run(self.source, config)
-        if self.plan.draft is not None and self.plan.draft.source is not None:
-            check_vocabulary(self.tokenizer, open_tokenizer(self.plan.draft.source))
-        executors = launch(self.plan, on_progress)
-        self._replicas = Replicas(
-            [Engine(executor, make_scheduler(self.plan, self.eos), self.tokenizer) for executor in executors]
-        )
-        self.figures = [executor.figures for executor in executors]
+        self.plan, self.intake, self.load_s = opened.plan, opened.intake, opened.load_s
+        self.figures = opened.figures
         """What the ranks of each replica said of themselves when they were ready."""
-        self.load_s = time.monotonic() - started
-        self._grammars: Grammars | None = None
-        self._numbers = itertools.count()
+        self._replicas = opened.replicas
         self._open: dict[int, RequestOutput] = {}
         self._inbox: dict[int, deque[Output]] = {}
         self._parts: dict[int, tuple[int, int]] = {}  # a part's number → its request and which continuation it is
@@ -126,28 +103,21 @@ class LLM:
         if messages is not None:
             if params.max_tokens == 0:
                 raise ValueError("max_tokens must be at least 1 for a chat")
-            text = self.tokenizer.chat(messages)
-            tokens = self.tokenizer.encode(text, add_special_tokens=False)  # a template writes its own
-        elif isinstance(prompt, str):
-            text, tokens = prompt, self.tokenizer.encode(prompt)
+            text, tokens = self.intake.encode_chat(messages)
         else:
             assert prompt is not None
-            tokens = list(prompt)
-            known = range(self.source.config.vocab_size)
-            for token in tokens:
-                if type(token) is not int or token not in known:  # True is an int too
-                    raise ValueError(f"the prompt: {token!r} is not a token id from 0 to {known[-1]}")
-            text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        number, *others = itertools.islice(self._numbers, params.n)  # in a row: see abort
+            text, tokens = self.intake.encode(prompt)
+        prepared = self.intake.prepare(text, tokens, params, want_logits=want_logits)
+        number = prepared.parts[0].id
         began = text if params.echo else ""
         self._open[number] = RequestOutput(
             index, text, tokens, [CompletionOutput(at, began) for at in range(params.n)], submitted=time.monotonic()
         )
         self._inbox[number] = deque(Output(number, began, [], [], None, at) for at in range(params.n) if began)
         try:
-            for at, request in enumerate(self._requests([number, *others], tuple(tokens), params, want_logits)):
-                self._replicas.add(request)
+            for at, request in enumerate(prepared.parts):
                 self._parts[request.id] = number, at
+                self._replicas.add(request)
         except ValueError:
             self.abort(number)
             raise
@@ -213,32 +183,6 @@ class LLM:
             for number in numbers:
                 self.abort(number)
 
-    def _requests(
-        self, numbers: Sequence[int], tokens: tuple[int, ...], params: SamplingParams, want_logits: bool
-    ) -> Iterator[Request]:
-        """One request for each of the n continuations: the first is the one that n=1 has."""
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        encode, words = self.tokenizer.encode, params.bad_words
-        spelled = {tuple(encode(start + word, add_special_tokens=False)) for word in words for start in ("", " ")}
-        matcher = None
-        if params.grammar is not None:
-            from shardwise.grammar import Grammars
-
-            if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer, self.source.config.vocab_size, self.eos)
-            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
-            matcher = self._grammars.compile(params, ends)
-        for at, number in enumerate(numbers):
-            yield Request(
-                number,
-                tokens,
-                params if at == 0 else replace(params, prompt_logprobs=None),
-                seed_of(seed, at),
-                want_logits=want_logits,
-                bad_words=tuple(sorted(spelled)),
-                matcher=matcher if at == 0 or matcher is None else matcher.copy(),
-            )
-
     def _step(self) -> None:
         for output in self._replicas.step():
             number, at = self._parts.get(output.request_id, (-1, 0))
@@ -259,50 +203,3 @@ class LLM:
             result.prompt_logprobs += output.prompt_logprobs
             result.finished = moment
             self._inbox[number].append(replace(output, request_id=number, index=at))
-
-
-def seed_of(seed: int, index: int) -> int:
-    """The seed of one of a request's n continuations: the request's own for number 0, a hash for the others."""
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & MAX_SEED
-
-
-def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """ValueError unless a draft model means the same as the target by the ids they share; special tokens may differ."""
-    special = target.special | draft.special
-    for token in range(min(target.vocab_size, draft.vocab_size)):
-        if token not in special and target.spell(token) != draft.spell(token):
-            raise ValueError(
-                f"speculate: the draft model has another vocabulary: token {token} is {draft.spell(token)!r} there and "
-                f"{target.spell(token)!r} here; choose a draft of the same family, or speculate with ngram or self"
-            )
-
-
-def open_tokenizer(source: Source) -> Tokenizer:
-    """The tokenizer that came with the model."""
-    if source.metadata is not None:
-        return Tokenizer.from_gguf(source.metadata)
-    return Tokenizer.from_directory(Path(source.resolved.path))
-
-
-def make_scheduler(plan: RunPlan, eos: frozenset[int], **settings: Any) -> Scheduler:
-    """A scheduler for one replica of ``plan``; ``settings`` replace the plan's own."""
-    engine = plan.engine
-    chosen = {
-        "num_blocks": plan.num_blocks,
-        "max_model_len": plan.max_model_len,
-        "max_batch_tokens": engine.max_batch_tokens,
-        "max_chunk": engine.max_chunk,
-        "max_num_seqs": engine.max_num_seqs,
-        "num_in_flight": engine.layout.pp,
-        "prefix_cache": engine.prefix_cache,
-        "eos": eos,
-        "vocab_size": plan.source.config.vocab_size,
-        "secret": secrets.token_bytes(32),
-        "speculation": engine.speculate,
-        "max_draft_len": plan.draft.max_len if plan.draft is not None else None,
-        "num_draft_ids": plan.draft.num_ids if plan.draft is not None else None,
-    }
-    return Scheduler(**{**chosen, **settings})

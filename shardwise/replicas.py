@@ -1,15 +1,17 @@
-"""Data parallelism: engines that share nothing, and the choice of one for each request."""
+"""Data parallelism: engines that share nothing, the choice of one for each request, and what is left when one fails."""
 
 from __future__ import annotations
 
 import selectors
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 
 from shardwise.engine import Engine, Output
+from shardwise.runtime.executor import RankFailure
 from shardwise.schedule.sequence import Request
 
-IDLE_CHECK = 0.2
-"""Seconds between looks at whether the ranks still live while nothing comes from them."""
+LOOK = 0.2
+"""Seconds between looks at engines of which nothing comes: their ranks may be late, or stopped."""
 
 
 class Replicas:
@@ -18,17 +20,21 @@ class Replicas:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
         self._home: dict[int, Engine] = {}
+        self._look_at = 0.0
 
     def add(self, request: Request) -> None:
         """Accept a request on the engine where it costs least: fewest tokens in flight, less what is cached there.
 
-        Raises ValueError with the remedy if it can never run.
+        Engines whose ranks are being replaced come last. Raises ValueError with the remedy if it can never run.
         """
         engine = self.engines[0]
         if len(self.engines) > 1:  # else there is no choice that would be worth hashing the prompt for
             engine = min(
                 self.engines,
-                key=lambda engine: engine.load - engine.scheduler.cached_tokens(request.prompt, request.salt),
+                key=lambda engine: (
+                    not engine.ready,
+                    engine.load - engine.scheduler.cached_tokens(request.prompt, request.salt),
+                ),
             )
         engine.add(request)
         self._home[request.id] = engine
@@ -44,11 +50,31 @@ class Replicas:
         """Is any accepted request unfinished?"""
         return bool(self._home)
 
-    def step(self) -> list[Output]:
-        """Keep every engine busy and return the news of those that have some. Raises RankFailure."""
-        for engine in self.engines:
-            engine.fill()
-        outputs = [output for engine in self._ready() for output in engine.collect()]
+    def step(self, wake: int | None = None) -> list[Output]:
+        """Keep every engine busy and return the news of those that have some; also for idle ones, whose ranks may fail.
+
+        Returns without news when the descriptor ``wake`` is readable, and now and then while there is nothing to do.
+        Raises RankFailure where no ranks are left and none can be started.
+        """
+        outputs: list[Output] = []
+        for engine in tuple(self.engines):
+            if not engine.ready:
+                outputs += self._guard(engine, engine.tend)
+            if engine.ready:
+                outputs += self._guard(engine, engine.fill)
+        busy = [engine for engine in self.engines if engine.in_flight]
+        if len(self.engines) == len(busy) == 1 and wake is None:
+            outputs += self._guard(busy[0], busy[0].collect)  # waits by itself, with its deadline
+        elif not outputs:
+            found = self._wait(wake)
+            look = monotonic() >= self._look_at
+            if look:
+                self._look_at = monotonic() + LOOK
+            for engine in tuple(self.engines):
+                if engine in found and engine.in_flight:
+                    outputs += self._guard(engine, engine.collect)
+                elif engine in found or look:
+                    outputs += self._guard(engine, engine.tend)
         for output in outputs:
             if output.finish_reason is not None:
                 self._home.pop(output.request_id, None)
@@ -59,17 +85,34 @@ class Replicas:
         for engine in self.engines:
             engine.executor.close()
 
-    def _ready(self) -> list[Engine]:
-        """Engines whose next result has come; waits for at least one if any is in flight."""
-        busy = [engine for engine in self.engines if engine.in_flight]
-        if len(busy) <= 1:
-            return busy  # collect waits by itself, with its deadline
+    def _wait(self, wake: int | None) -> set[Engine | None]:
+        """Engines of which something has come, None standing for ``wake``; empty after a moment without."""
         with selectors.DefaultSelector() as selector:
-            for engine in busy:
-                for fd in engine.executor.waitables():
+            if wake is not None:
+                selector.register(wake, selectors.EVENT_READ)
+            for engine in self.engines:
+                for fd in engine.waitables():
                     selector.register(fd, selectors.EVENT_READ, engine)
-            while not (found := selector.select(IDLE_CHECK)):
-                for engine in self.engines:
-                    engine.executor.check()
-        ready = [key.data for key, _ in found]
-        return [engine for engine in busy if engine in ready]
+            return {key.data for key, _ in selector.select(LOOK)}
+
+    def _guard(self, engine: Engine, act: Callable[[], list[Output] | None]) -> list[Output]:
+        """Act on an engine; where its ranks fail over that, its requests go on, by other engines if there are some.
+
+        Requests that may have killed the ranks themselves stay, to harm nobody else.
+        """
+        try:
+            return act() or []
+        except RankFailure as failure:
+            outputs = engine.recover(failure)
+            for output in outputs:
+                del self._home[output.request_id]
+            if engine.lost:
+                if len(self.engines) == 1:
+                    raise
+                self.engines.remove(engine)
+            others = [other for other in self.engines if other.ready and other is not engine]
+            if others and (engine.lost or not failure.own):
+                for number in [number for number, home in self._home.items() if home is engine]:
+                    self._home[number] = min(others, key=lambda other: other.load)
+                    engine.move(number, self._home[number])
+            return outputs

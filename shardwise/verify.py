@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.config import BLOCK, EngineConfig, Layout, Speculation
 from shardwise.engine import Engine
-from shardwise.llm import make_scheduler, open_tokenizer
+from shardwise.open import make_scheduler, open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor

@@ -13,6 +13,8 @@ from shardwise.schedule.step import Chunk, Step, StepResult
 class ScriptedExecutor:
     """Ranks that draw ``script(request id, position)``; ``fail_at`` is the number of a step that kills rank 0."""
 
+    ready = True
+
     def __init__(self, script: Callable[[int, int], int], fail_at: int | None = None) -> None:
         self.figures: list[Figures] = [{}]
         self.steps: list[Step] = []

@@ -18,9 +18,10 @@ from shardwise import reference
 from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Engine
 from shardwise.kernels.ops import load_ops
-from shardwise.llm import LLM, make_scheduler
+from shardwise.llm import LLM
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import make_shard
+from shardwise.open import make_scheduler
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Run
 from shardwise.params import SamplingParams

@@ -231,9 +231,9 @@ def start(model: Path, layout: str = "tp2") -> subprocess.Popen[str]:
 def wait_for_ranks(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        ranks = descendants(psutil.Process(process.pid))
-        if len(ranks) == count:
-            return ranks
+        found = descendants(psutil.Process(process.pid))
+        if len(found) >= 1 + count:  # the fork server, and then a process for each rank, which holds its weights
+            return sorted(found, key=lambda each: each.create_time())[1 : 1 + count]
         time.sleep(0.01)
     raise AssertionError("the ranks did not start")
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.llm import LLM, seed_of
+from shardwise.intake import seed_of
+from shardwise.llm import LLM
 from shardwise.params import SamplingParams
 from shardwise.tokenizer import Tokenizer
 from tests.cases import LAYOUTS, ask, by, check_idle, streamed

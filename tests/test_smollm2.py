@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.config import BLOCK, EngineConfig, Layout
 from shardwise.engine import Engine
-from shardwise.llm import make_scheduler, open_tokenizer
+from shardwise.open import make_scheduler, open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.launch import launch, plan_run

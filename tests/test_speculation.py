@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise import reference
 from shardwise.config import BLOCK, Coordinates, EngineConfig, Layout, Speculation
-from shardwise.llm import open_tokenizer
+from shardwise.open import open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.drafter import Drafter

@@ -94,18 +94,23 @@ class Decoder:
         self.head = head
 
     def __call__(self, x: Tensor | None, cache: Sequence[KV], batch: Batch) -> Tensor:
-        """Hidden states [M, hidden] from the stage before (None on the first) → hidden states, or logits on the last.
-
-        Logits are [R, own vocabulary rows] for ``batch.sample_rows``, in the compute dtype.
-        """
+        """Hidden states [M, hidden] from the stage before (None on the first) → those of this stage's last layer."""
         if self.embed is not None:
             x = self.embed(batch.ids, batch.positions)
         assert x is not None
         for layer, kv in zip(self.layers.values(), cache, strict=True):
             x = layer(x, kv, batch)
-        if self.head is None or self.norm is None:
-            return x
-        return self.head(self.norm(x[batch.sample_rows]))
+        return x
+
+    def final(self, x: Tensor) -> Tensor:
+        """On the last stage: [R, hidden] → the model's last hidden states [R, hidden]."""
+        assert self.norm is not None
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """On the last stage: [R, hidden], not normed → [R, own vocabulary rows], in the compute dtype."""
+        assert self.head is not None
+        return self.head(self.final(x))
 
     def first(self, layers: int) -> Decoder:
         """This decoder without the layers from number ``layers`` on; the two share all parts."""

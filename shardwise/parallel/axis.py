@@ -53,9 +53,12 @@ class Finish(Protocol):
         """Add up ``nodes`` [M, N] by the program ``merges``, then add the bias [N] and the residual [M, N]."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Axis:
-    """A rank's place on one axis. Without a transport it is alone, and every collective is the identity."""
+    """A rank's place on one axis. Where it is alone every collective is the identity; else it needs a transport.
+
+    A rank may be built before its peers are there; they ``join`` before the first collective.
+    """
 
     rank: int = 0
     size: int = 1
@@ -63,7 +66,13 @@ class Axis:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
-        assert (self.transport is None) == (self.size == 1)
+        assert self.transport is None or self.size > 1
+
+    def join(self, transport: Transport | None) -> None:
+        """The way to the peers, which comes once."""
+        assert self.transport is None
+        assert (transport is None) == (self.size == 1)
+        self.transport = transport
 
     def buffer(self, shape: Shape, dtype: torch.dtype) -> Tensor | None:
         """Memory for what the next collective will exchange, or None: then let the operation allocate its result."""
@@ -83,7 +92,7 @@ class Axis:
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Join the ranks' ``x`` [..., sizes[rank]] along the last dim, in rank order: [..., sum(sizes)]."""
-        if self.transport is None:
+        if self.size == 1:
             return x
         return torch.cat(self._exchange(x, [(*x.shape[:-1], size) for size in sizes]), dim=-1)
 
@@ -106,7 +115,10 @@ class Axis:
 
     def _exchange(self, mine: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         assert tuple(mine.shape) == tuple(shapes[self.rank]), "a rank's tensor must have the shape the others expect"
-        return [mine] if self.transport is None else self.transport.exchange(mine, shapes)
+        if self.size == 1:
+            return [mine]
+        assert self.transport is not None
+        return self.transport.exchange(mine, shapes)
 
 
 def missing(axis: str, ranks: Sequence[int]) -> TimeoutError:

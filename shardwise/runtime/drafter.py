@@ -44,10 +44,14 @@ class Drafter:
         return self.part.load()
 
     def __call__(self, received: Tensor | None, batch: Batch) -> Tensor:
-        """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden], or logits [R, own rows] on the last.
+        """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden].
 
         Ids that only the target knows are read as 0. Those that only the draft knows are the sampler's to leave out.
         """
         if self._num_known is not None:
             batch = batch._replace(ids=batch.ids.masked_fill(batch.ids >= self._num_known, 0))
         return self.part(received, batch)
+
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """As `Part.logits`."""
+        return self.part.logits(x, batch)

@@ -16,12 +16,13 @@ class RankFailure(RuntimeError):
 
     ``rank`` counts within the replica. ``cause`` is a sentence for people. ``kind`` is the name of the exception that
     the rank reported, or empty when it died without a word; ``detail`` is that exception's traceback or the last lines
-    of the rank's stderr.
+    of the rank's stderr. ``own``: it came from the work itself (an exception, a crash in native code), so the same work
+    may bring it again; else it came from outside (a kill, a stop, a lost peer).
     """
 
-    def __init__(self, rank: int, cause: str, kind: str = "", detail: str = "") -> None:
+    def __init__(self, rank: int, cause: str, kind: str = "", detail: str = "", own: bool = False) -> None:
         super().__init__(f"rank {rank}: {cause}")
-        self.rank, self.cause, self.kind, self.detail = rank, cause, kind, detail
+        self.rank, self.cause, self.kind, self.detail, self.own = rank, cause, kind, detail, own
 
 
 Figures = dict[str, int | float | str]
@@ -42,7 +43,11 @@ class Executor(Protocol):
     """Runs steps on all ranks of one replica. Used by one thread; any method may raise RankFailure."""
 
     figures: list[Figures]
-    """Of each rank, in rank order."""
+    """Of each rank, in rank order; complete when ``ready``."""
+
+    @property
+    def ready(self) -> bool:
+        """Have all ranks loaded? Until then only `check`, which hears of it, and `close` may be called."""
 
     def submit(self, step: Step) -> None:
         """Start a step. Several may be in flight."""
@@ -54,7 +59,10 @@ class Executor(Protocol):
         """File descriptors, fixed for life, of which one is readable when `collect` would not block, or would raise."""
 
     def check(self) -> None:
-        """Raise if a rank has died, is late or stays stopped: for whoever waits elsewhere than in `collect`."""
+        """Hear what ranks have to say, and raise if one has died, is late or stays stopped.
+
+        For whoever waits elsewhere than in `collect`.
+        """
 
     def close(self) -> None:
         """End all ranks and free what they held; harmless when repeated."""

@@ -43,8 +43,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     slot_bytes: int = 16 << 20
     timeout: float = 60.0
     """Seconds that a collective may take."""
-    shared: int = -1
-    """Descriptor of the anonymous file in which the replica's ranks meet; the executor fills it in."""
 
 
 class Failed(msgspec.Struct, frozen=True):

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 
 import msgspec
 
@@ -51,23 +50,35 @@ class RunPlan:
 def launch(plan: RunPlan, on_progress: Callable[[str], None] | None = None) -> list[Executor]:
     """Start the ranks of every replica, replicas side by side; raises RankFailure, and then none is left running.
 
-    A single rank on the CPU runs within this process.
+    A single rank on the CPU runs within this process, unless it is to be isolated.
     """
     layout = plan.engine.layout
-    if layout.world_size == 1:
+    if layout.world_size == 1 and not plan.engine.isolate:
         return [_in_process(plan)]
     executors: list[ProcessExecutor] = []
     try:
-        limit = plan.engine.step_timeout
-        executors.extend(ProcessExecutor(worker_specs(plan, replica), limit) for replica in range(layout.dp))
-        deadline = monotonic() + plan.engine.start_timeout
+        executors.extend(_start(plan, replica) for replica in range(layout.dp))
         for replica, executor in enumerate(executors):
-            executor.wait_ready(deadline - monotonic(), _teller(on_progress, replica, layout.dp))
+            executor.wait_ready(_teller(on_progress, replica, layout.dp))
     except BaseException:
         for executor in executors:
             executor.kill()
         raise
     return list(executors)
+
+
+def relaunch(plan: RunPlan, replica: int, failed: Executor) -> Executor:
+    """The executor that follows one that has failed. Its ranks may not be ready yet."""
+    if not isinstance(failed, ProcessExecutor):
+        return failed  # a step raised, and that left this process's rank as it was
+    return _start(plan, replica, failed)
+
+
+def _start(plan: RunPlan, replica: int, former: ProcessExecutor | None = None) -> ProcessExecutor:
+    engine = plan.engine
+    return ProcessExecutor(
+        worker_specs(plan, replica), engine.step_timeout, start_timeout=engine.start_timeout, former=former
+    )
 
 
 def _teller(on_progress: Callable[[str], None] | None, replica: int, replicas: int) -> Callable[[int, int], None]:

@@ -23,7 +23,9 @@ MakeRank = Callable[[Coordinates, tuple[Axis, Axis]], Rank]
 
 
 class InProcessExecutor:
-    """One rank, run in the caller's thread by `collect`. Its exceptions pass through as they are."""
+    """One rank, run in the caller's thread by `collect`. A step that failed leaves it fit for the next."""
+
+    ready = True
 
     def __init__(self, make_rank: MakeRank) -> None:
         self._rank = make_rank(Coordinates(0, 0, 0), (Axis(), Axis()))
@@ -40,7 +42,13 @@ class InProcessExecutor:
         """See `Executor`."""
         assert self._steps, "no step is in flight"
         self._signal.lower_one()
-        result = self._rank.step(self._steps.popleft())
+        try:
+            result = self._rank.step(self._steps.popleft())
+        except Exception as error:
+            while self._steps:
+                self._steps.popleft()
+                self._signal.lower_one()
+            raise _failure(0, error) from error
         assert result is not None, "a single rank samples"
         return result
 
@@ -59,6 +67,8 @@ class InProcessExecutor:
 
 class ThreadExecutor:
     """The tp x pp ranks of a replica as threads. Times are in seconds."""
+
+    ready = True
 
     def __init__(
         self, layout: Layout, make_rank: MakeRank, start_timeout: float = 60.0, step_timeout: float = 60.0
@@ -148,11 +158,16 @@ class ThreadExecutor:
                     self._signal.raise_one()
         except Exception as error:
             # The report comes before the peers are woken, so theirs, of a peer that left, can only come after it.
-            kind = type(error).__name__
-            report(RankFailure(index, f"{kind}: {error}", kind, traceback.format_exc()))
+            report(_failure(index, error))
             for axis in self._axes[index]:
                 axis.close()
 
     def _fail(self, failure: RankFailure) -> None:
         self._results.put(failure)
         self._signal.raise_one()
+
+
+def _failure(rank: int, error: Exception) -> RankFailure:
+    kind = type(error).__name__
+    own = not isinstance(error, ConnectionError | TimeoutError)
+    return RankFailure(rank, f"{kind}: {error}", kind, traceback.format_exc(), own)

@@ -53,8 +53,12 @@ class Part:
         return checkpoint.bytes_read
 
     def __call__(self, received: Tensor | None, batch: Batch) -> Tensor:
-        """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden], or logits [R, own rows] on the last."""
+        """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden]."""
         return self.decoder(received, self.cache, batch)
+
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """On the last stage: [M, hidden] → [R, own vocabulary rows] for ``batch.sample_rows``."""
+        return self.decoder.logits(x[batch.sample_rows])
 
     def first(self, layers: int) -> Part:
         """The part of the model without the layers from number ``layers`` on; it shares all with this one."""

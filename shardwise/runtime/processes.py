@@ -5,11 +5,15 @@ All the ranks of a replica live and die together.
 
 from __future__ import annotations
 
+import os
 import selectors
 import sys
+import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from signal import SIGKILL, SIGTERM
 from time import monotonic, sleep
 from typing import NoReturn
 
@@ -17,7 +21,7 @@ import msgspec
 
 from shardwise.runtime.executor import Figures, RankFailure, Signal
 from shardwise.runtime.frames import Failed, Kind, WorkerSpec, pack
-from shardwise.runtime.spawn import Keeper, end
+from shardwise.runtime.spawn import ForkServer, Process, end
 from shardwise.schedule.step import Step, StepResult
 
 COMMAND = (sys.executable, "-m", "shardwise.runtime.worker")
@@ -28,61 +32,76 @@ GRACE = 0.05
 POLITE = 1.0
 """Seconds that ranks get to end by themselves."""
 STOPPED = 5.0
-"""Seconds that a rank may stay stopped while idle."""
+"""Seconds that a rank may stay stopped."""
+LOOK = 0.5
+"""Seconds between looks for stopped ranks while nothing comes from them."""
 
 
 class ProcessExecutor:
-    """The ranks of one replica as processes; see `Executor`. Started when built; usable after `wait_ready`.
+    """The ranks of one replica as processes; see `Executor`. Started when built; usable once they are ``ready``.
 
-    ``specs`` are in rank order. ``step_timeout`` is in seconds.
+    ``specs`` are in rank order. Timeouts are in seconds. It takes over what is alive of ``former``, which has failed:
+    the weights need not be read again then.
     """
 
     def __init__(
-        self, specs: Sequence[WorkerSpec], step_timeout: float = 300.0, command: Sequence[str] = COMMAND
+        self,
+        specs: Sequence[WorkerSpec],
+        step_timeout: float = 300.0,
+        command: Sequence[str] = COMMAND,
+        start_timeout: float = 300.0,
+        former: ProcessExecutor | None = None,
     ) -> None:
         self.figures: list[Figures] = [{} for _ in specs]
-        self._sampler = len(specs) - specs[0].tp
+        self._specs = specs
         self._step_timeout = step_timeout
+        self._start_timeout = start_timeout
+        self._started = monotonic()
         self._failure: RankFailure | None = None
         self._since = monotonic()
         """When the ranks began with the oldest step in flight, as far as is known here."""
         self._expected: deque[tuple[int, int]] = deque()
         self._results: deque[StepResult] = deque()
         self._decoder = msgspec.msgpack.Decoder(StepResult)
+        forks, holders = former._bequeath() if former is not None else (None, {})
+        self._forks = forks or ForkServer(command)
         self._signal = Signal()
         self._selector = selectors.DefaultSelector()
-        self._keeper = Keeper(command, specs)
-        self._processes = self._keeper.processes
-        self._finalizer = weakref.finalize(self, end, self._keeper, 0.0)
+        self._holders: list[Process] = []
+        self._ranks: list[Process] = []
+        self._finalizer = weakref.finalize(self, _leave, self._holders, self._ranks, self._forks)
         try:
-            self._keeper.fork()
-            for rank, process in enumerate(self._processes):
-                for fd in (process.frames.connection.fileno(), process.pidfd):
-                    if fd >= 0:
-                        self._selector.register(fd, selectors.EVENT_READ, rank)
+            for spec in specs:
+                if former is not None and spec.rank in holders:
+                    self.figures[spec.rank] = former.figures[spec.rank]
+                    self._holders.append(holders[spec.rank])
+                else:
+                    self._hold(spec)
+            if all(holder.ready for holder in self._holders):
+                self._fork_ranks()
         except BaseException:
             self.kill()
             raise
 
-    def wait_ready(self, timeout: float, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Wait until every rank has loaded. ``on_progress`` hears how many are ready, and of how many.
+    @property
+    def ready(self) -> bool:
+        """See `Executor`."""
+        return bool(self._ranks) and all(rank.ready for rank in self._ranks)
 
-        Raises RankFailure when one fails or takes longer than ``timeout`` seconds; then none is left running.
+    def wait_ready(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Wait until every rank can step. ``on_progress`` hears how many have loaded, and of how many.
+
+        Raises RankFailure when one fails or takes too long; then none is left running.
         """
-        deadline = monotonic() + timeout
-        ready, size = 0, len(self._processes)
+        told = 0
         try:
-            while waiting := [rank for rank, process in enumerate(self._processes) if not process.ready]:
-                if size - len(waiting) > ready and on_progress is not None:
-                    on_progress(size - len(waiting), size)
-                ready = size - len(waiting)
-                left = deadline - monotonic()
-                if left <= 0:
-                    peers = f" (nor were {', '.join(map(str, waiting[1:]))})" if waiting[1:] else ""
-                    self._late(waiting[0], f"was not ready within {timeout:g} s{peers}")
-                self._turn(left)
-            if on_progress is not None:
-                on_progress(size, size)
+            while not self.ready:
+                self._turn(LOOK)
+                self.check()
+                loaded = sum(holder.ready for holder in self._holders)
+                if on_progress is not None and loaded > told:
+                    on_progress(loaded, len(self._specs))
+                told = loaded
         except BaseException:
             self.kill()
             raise
@@ -94,12 +113,12 @@ class ProcessExecutor:
             self._since = monotonic()
         self._expected.append((step.epoch, step.number))
         frame = pack(Kind.STEP, step)
-        for process in self._processes:
-            process.frames.send(frame)
+        for rank in self._ranks:
+            rank.frames.send(frame)
         deadline = monotonic() + self._step_timeout
-        if not self._pump(lambda: not any(p.frames.unsent for p in self._processes), deadline):
-            stuck = next(rank for rank, process in enumerate(self._processes) if process.frames.unsent)
-            self._late(stuck, f"took no new step within {self._step_timeout:g} s")
+        if not self._pump(lambda: not any(rank.frames.unsent for rank in self._ranks), deadline):
+            stuck = next(rank for rank in self._ranks if rank.frames.unsent)
+            self._late(stuck.rank, f"took no new step within {self._step_timeout:g} s")
 
     def collect(self) -> StepResult:
         """See `Executor`. With nothing in flight it only looks for failures, and must find one."""
@@ -108,7 +127,7 @@ class ProcessExecutor:
             self._turn(0.0)
         assert self._results or self._expected, "no step is in flight"
         if not self._pump(lambda: bool(self._results), self._since + self._step_timeout):
-            self._late(self._sampler, f"gave no result within {self._step_timeout:g} s")
+            self._late(len(self._specs) - self._specs[0].tp, f"gave no result within {self._step_timeout:g} s")
         self._signal.lower_one()
         return self._results.popleft()
 
@@ -120,114 +139,184 @@ class ProcessExecutor:
         """See `Executor`."""
         self._alive()
         self._turn(0.0)
-        for rank, process in enumerate(self._processes):
-            if not process.stopped():
-                process.stopped_since = None
-            elif process.stopped_since is None:
-                process.stopped_since = monotonic()
-            elif monotonic() - process.stopped_since > STOPPED:
-                self._fail(RankFailure(rank, f"has been stopped for {STOPPED:g} s"))
+        self._fence_stopped()
         if self._expected and monotonic() - self._since > self._step_timeout:
-            self._late(self._sampler, f"gave no result within {self._step_timeout:g} s")
+            self._late(len(self._specs) - self._specs[0].tp, f"gave no result within {self._step_timeout:g} s")
+        waiting = [process.rank for process in self._ranks or self._holders if not process.ready]
+        if waiting and monotonic() - self._started > self._start_timeout:
+            peers = f" (nor were {', '.join(map(str, waiting[1:]))})" if waiting[1:] else ""
+            self._late(waiting[0], f"was not ready within {self._start_timeout:g} s{peers}")
 
     def close(self) -> None:
         """See `Executor`. Ranks that don't end by themselves within a second are killed."""
         self._end(POLITE)
+        self._finalizer()
 
     def kill(self) -> None:
         """Close without waiting for anybody."""
         self._end(0.0)
+        self._finalizer()
+
+    def _bequeath(self) -> tuple[ForkServer | None, dict[int, Process]]:
+        """What is alive after a failure, for the next executor: the fork server, and holders by their ranks."""
+        fit = [holder for holder in self._holders if holder.ready and holder.status is None and not holder.stopped()]
+        if not fit or not self._forks.alive:
+            self.kill()
+            return None, {}
+        end([holder for holder in self._holders if holder not in fit], 0.0)
+        self._finalizer.detach()
+        return self._forks, {holder.rank: holder for holder in fit}
+
+    def _hold(self, spec: WorkerSpec) -> None:
+        """Have a process read the weights of one rank."""
+        with _anonymous_file() as unused:
+            holder = self._forks.fork(spec.rank, spec.threads, unused)
+        self._holders.append(holder)
+        self._selector.register(holder.frames.connection, selectors.EVENT_READ, holder)
+        holder.frames.send(pack(Kind.START, spec))
+
+    def _fork_ranks(self) -> None:
+        """All weights are there: fork the ranks from their holders, with a new file in which they meet."""
+        with _anonymous_file() as shared:
+            for spec, holder in zip(self._specs, self._holders, strict=True):
+                try:
+                    rank = self._forks.fork(spec.rank, spec.threads, shared, holder.source)
+                except OSError:
+                    self._blame({holder}, {})
+                self._ranks.append(rank)
+                self._selector.register(rank.frames.connection, selectors.EVENT_READ, rank)
 
     def _pump(self, done: Callable[[], bool], deadline: float) -> bool:
         """Carry frames both ways until ``done``; False when the time is up."""
         while not done():
             left = deadline - monotonic()
-            self._turn(max(left, 0.0))
+            self._turn(min(max(left, 0.0), LOOK))
             if left <= 0:
                 return done()
+            if not done():
+                self._fence_stopped()
         return True
+
+    def _fence_stopped(self) -> None:
+        """A rank that stays stopped is as good as dead. (A short stop, by a debugger or the system, is no fault.)"""
+        for process in self._everyone():
+            if not process.stopped():
+                process.stopped_since = None
+            elif process.stopped_since is None:
+                process.stopped_since = monotonic()
+            elif monotonic() - process.stopped_since > STOPPED:
+                self._fail(RankFailure(process.rank, f"has been stopped for {STOPPED:g} s"))
 
     def _turn(self, timeout: float) -> None:
         """Wait for something to happen, and deal with it."""
-        for rank, process in enumerate(self._processes):
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.frames.unsent else 0)
-            fd = process.frames.connection.fileno()
-            if self._selector.get_key(fd).events != wanted:
-                self._selector.modify(fd, wanted, rank)
-        dead: set[int] = set()
-        failed: dict[int, Failed] = {}
-        for rank in {key.data for key, _ in self._selector.select(timeout)}:
-            process = self._processes[rank]
+        for rank in self._ranks:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.frames.unsent else 0)
+            connection = rank.frames.connection
+            if self._selector.get_key(connection).events != wanted:
+                self._selector.modify(connection, wanted, rank)
+        dead: set[Process] = set()
+        failed: dict[Process, Failed] = {}
+        for process in {key.data for key, _ in self._selector.select(timeout)}:
             process.frames.send()
             came = process.frames.receive()
-            if came is False or process.popen.poll() is not None:
-                dead.add(rank)
-                while came:  # its last words; a child of its own may still hold the socket open
-                    came = process.frames.receive()
+            while came:
+                came = process.frames.receive()
+            if came is False:
+                dead.add(process)
             try:
                 while (frame := process.frames.take()) is not None:
-                    self._accept(rank, frame[0], frame[1], failed)
+                    self._accept(process, frame[0], frame[1], failed)
             except (ValueError, msgspec.MsgspecError) as error:
-                self._fail(RankFailure(rank, f"sent what makes no sense ({error})"))
+                self._fail(RankFailure(process.rank, f"sent what makes no sense ({error})"))
         if dead or failed:
             self._blame(dead, failed)
 
-    def _accept(self, rank: int, kind: Kind, payload: bytes, failed: dict[int, Failed]) -> None:
+    def _accept(self, process: Process, kind: Kind, payload: bytes, failed: dict[Process, Failed]) -> None:
         if kind is Kind.FAILED:
-            failed[rank] = msgspec.msgpack.decode(payload, type=Failed)
+            failed[process] = msgspec.msgpack.decode(payload, type=Failed)
         elif kind is Kind.READY:
-            self.figures[rank] = msgspec.msgpack.decode(payload, type=Figures)
-            self._processes[rank].ready = True
+            self.figures[process.rank] |= msgspec.msgpack.decode(payload, type=Figures)
+            process.ready = True
+            if not self._ranks and all(holder.ready for holder in self._holders):
+                self._fork_ranks()
         else:
             result = self._decoder.decode(payload)
             answered = (result.epoch, result.number)
             if not self._expected or self._expected.popleft() != answered:
-                self._fail(RankFailure(rank, f"answered step {answered} out of turn"))
+                self._fail(RankFailure(process.rank, f"answered step {answered} out of turn"))
             self._since = monotonic()
             self._results.append(result)
             self._signal.raise_one()
 
-    def _blame(self, dead: set[int], failed: dict[int, Failed]) -> None:
+    def _blame(self, dead: set[Process], failed: dict[Process, Failed]) -> NoReturn:
         """Raise the failure that explains the others.
 
         A rank that is killed or stopped makes its peers complain of lost connections and missed deadlines, sometimes
         before the kernel tells of the death: so such complaints are the last to be believed.
         """
         deadline = monotonic() + GRACE
-        while not (killed := [rank for rank, p in enumerate(self._processes) if (p.popen.poll() or 0) < 0]):
+        while not (killed := [process for process in self._everyone() if (process.status or 0) < 0]):
             if monotonic() > deadline:
                 break
             sleep(0.002)
-        plain = [rank for rank, error in failed.items() if error.kind not in COMPLAINTS]
-        rank = [*killed, *plain, *self._stopped(), *failed, *dead][0]
-        process = self._processes[rank]
-        if rank in failed and rank not in killed:
-            error = failed[rank]
-            self._fail(RankFailure(rank, f"{error.kind}: {error.text}", error.kind, error.trace))
+        plain = [process for process, error in failed.items() if error.kind not in COMPLAINTS]
+        process = [*killed, *plain, *self._stopped(), *failed, *dead][0]
+        if process in failed and process not in killed:
+            error = failed[process]
+            own = error.kind not in COMPLAINTS
+            self._fail(RankFailure(process.rank, f"{error.kind}: {error.text}", error.kind, error.trace, own))
         if process.stopped():
-            self._fail(RankFailure(rank, "is stopped"))
+            self._fail(RankFailure(process.rank, "is stopped"))
         cause, lines = process.epitaph()
-        self._fail(RankFailure(rank, f"{cause}; its last lines:\n{lines}" if lines else cause, detail=lines))
+        own = process.status not in (None, -SIGKILL, -SIGTERM)
+        told = f"{cause}; its last lines:\n{lines}" if lines else cause
+        self._fail(RankFailure(process.rank, told, detail=lines, own=own))
 
     def _late(self, rank: int, cause: str) -> NoReturn:
         stopped = self._stopped()
-        self._fail(RankFailure(stopped[0], "is stopped") if stopped else RankFailure(rank, cause))
+        self._fail(RankFailure(stopped[0].rank, "is stopped") if stopped else RankFailure(rank, cause))
 
-    def _end(self, grace: float) -> None:
-        self._failure = self._failure or RankFailure(0, "the executor is closed")
-        end(self._keeper, grace)
-        self._selector.close()
-        self._signal.close()
-        self._finalizer.detach()
+    def _stopped(self) -> list[Process]:
+        return [process for process in self._everyone() if process.stopped()]
 
-    def _stopped(self) -> list[int]:
-        return [rank for rank, process in enumerate(self._processes) if process.stopped()]
+    def _everyone(self) -> list[Process]:
+        return [*self._ranks, *self._holders]
 
     def _alive(self) -> None:
         if self._failure is not None:
             raise self._failure
 
     def _fail(self, failure: RankFailure) -> NoReturn:
+        """The ranks end; what holds their weights may serve the next ones."""
         self._failure = failure
-        self.kill()
+        self._end(0.0)
         raise failure
+
+    def _end(self, grace: float) -> None:
+        self._failure = self._failure or RankFailure(0, "the executor is closed")
+        end(self._ranks, grace)
+        self._selector.close()
+        self._signal.close()
+
+
+def _leave(holders: Sequence[Process], ranks: Sequence[Process], forks: ForkServer) -> None:
+    """Kill what is left; this may run in any thread, even the fork server's own, so nothing is waited for."""
+    for process in (*ranks, *holders):
+        process.kill()
+    forks.close()
+    for process in (*ranks, *holders):
+        process.bury(0.0)
+
+
+@contextmanager
+def _anonymous_file() -> Iterator[int]:
+    """A descriptor of an empty file that has no name and goes with its last user."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("shardwise")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        yield fd
+    finally:
+        os.close(fd)

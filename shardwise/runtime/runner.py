@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shardwise.config import Coordinates
@@ -20,6 +21,7 @@ from shardwise.runtime.answer import answer
 from shardwise.runtime.batch import make_batch
 from shardwise.runtime.drafter import Drafter
 from shardwise.runtime.part import Part, make_part
+from shardwise.runtime.pooling import pool
 from shardwise.runtime.sampler import Sampler
 from shardwise.runtime.spec import RunnerSpec
 from shardwise.schedule.step import Chunk, Step, StepResult
@@ -50,6 +52,7 @@ class Runner:
             "load_s": time.monotonic() - started,
             "peak_bytes": peak_bytes(),
             "kernels": self.kernels,
+            "stage": self.pp.rank,
         }
 
     @torch.inference_mode()
@@ -58,27 +61,30 @@ class Runner:
         if step.draft:
             assert self.drafter is not None
             assert self.draft_sampler is not None
-            logits = self._forward(self.drafter, step.chunks)
-            found = answer(step, logits, self.draft_sampler) if logits is not None else None
+            drafted = self._forward(self.drafter, step.chunks)
+            found = answer(step, drafted[1], self.draft_sampler) if drafted is not None else None
             return found if self.reports else None
         # What the draft thought of its drafts is computed again, to the same bits, rather than kept: a rank holds no
         # state but weights and KV. This comes first, since a draft that shares the cache leaves rough values there.
         judged = [c for c in step.chunks if c.drafts and c.sampling is not None and c.sampling.optimal]
-        guesses = self._forward(self.drafter, judged) if self.drafter is not None and judged else None
-        logits = self._forward(self.model, step.chunks)
-        if logits is None:
+        guessed = self._forward(self.drafter, judged) if self.drafter is not None and judged else None
+        out = self._forward(self.model, step.chunks)
+        if out is None:
             return None
-        found = answer(step, logits, self.sampler, self.draft_sampler, guesses)
-        return found if self.reports else None
+        x, logits = out
+        found = answer(step, logits, self.sampler, self.draft_sampler, guessed[1] if guessed is not None else None)
+        if not self.reports:
+            return None
+        return replace(found, sums=pool(step.chunks, x, self.model.decoder.final))
 
-    def _forward(self, part: Part | Drafter, chunks: Sequence[Chunk]) -> Tensor | None:
-        """One pass over the stages: logits [wanted rows, own vocabulary rows] on the last, None elsewhere."""
+    def _forward(self, part: Part | Drafter, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor] | None:
+        """One pass over the stages: on the last one hidden states [M, hidden] and logits [R, own vocabulary rows]."""
         batch = make_batch(chunks, self.device)
         shape = (batch.ids.shape[0], part.hidden_size)
-        out = part(None if self.model.shard.first else self.pp.recv(shape, self.ops.compute), batch)
+        x = part(None if self.model.shard.first else self.pp.recv(shape, self.ops.compute), batch)
         if self.model.shard.last:
-            return out
-        self.pp.send(out)
+            return x, part.logits(x, batch)
+        self.pp.send(x)
         return None
 
 

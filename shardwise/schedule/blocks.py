@@ -40,6 +40,8 @@ class BlockPool:
         assert num_blocks >= 1, num_blocks
         assert 1 <= len(secret) <= 64, "a keyed hash needs a secret of 1 to 64 bytes"
         self.num_blocks = num_blocks
+        self.num_queried = self.num_hits = 0
+        """Tokens of admitted sequences, and those of them whose KV was found."""
         self._prefix_cache = prefix_cache
         self._hash = digest or (lambda data: hashlib.blake2b(data, digest_size=16, key=secret).digest())
         self.clear()
@@ -76,18 +78,19 @@ class BlockPool:
     def admit(self, sequence: Sequence, spare: int) -> bool:
         """Give a sequence without blocks enough for all its tokens, reusing what is cached: ``computed`` jumps.
 
-        It jumps over no token of the prompt whose log-probability is still wanted. False, and nothing is changed, if
+        It jumps over no token of which something is still to be told. False, and nothing is changed, if
         fewer than ``spare`` free blocks would be left.
         """
         assert not sequence.blocks
         found = self.find(sequence.tokens, sequence.request.salt, sequence.digests)
-        if sequence.scored < sequence.to_score:
-            found = found[: sequence.scored // BLOCK]
+        found = found[: sequence.reusable // BLOCK]
         missing = -(-len(sequence.tokens) // BLOCK) - len(found)
         if missing + sum(self._refs[block] == 0 for block in found) + spare > self.num_free:
             return False
         for block in found:
             self._hold(block)
+        self.num_queried += len(sequence.tokens)
+        self.num_hits += len(found) * BLOCK
         sequence.blocks = found + [self._take() for _ in range(missing)]
         sequence.committed = len(found)
         sequence.computed = len(found) * BLOCK

@@ -23,7 +23,7 @@ class Gate:
     optimal: bool
     """Sequences that sample accept drafts by rejection sampling; at temperature 0 it is the same as equality."""
 
-    def admit(self, request: Request, arrival: int) -> Sequence:
+    def admit(self, request: Request) -> Sequence:
         """The sequence of a request. ValueError with the remedy if it can never run."""
         self._check_ids(request)
         self._check_room(request)
@@ -31,7 +31,7 @@ class Gate:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         constraint = self._constraint(request, stops)
         return Sequence(
-            request, arrival, self._max_len(request), stops, constraint, optimal=self.optimal and params.temperature > 0
+            request, self._max_len(request), stops, constraint, optimal=self.optimal and params.temperature > 0
         )
 
     def _check_ids(self, request: Request) -> None:

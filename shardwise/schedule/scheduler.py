@@ -6,29 +6,17 @@ Knows neither ranks nor text: it emits Steps, takes StepResults, and owns the tr
 from __future__ import annotations
 
 from bisect import insort
-from typing import NamedTuple
 
 from shardwise.config import BLOCK, Speculation
 from shardwise.schedule.blocks import BlockPool
 from shardwise.schedule.drafts import Drafts
 from shardwise.schedule.gate import Gate
-from shardwise.schedule.sequence import Request, Sequence
+from shardwise.schedule.sequence import News, Request, Sequence
 from shardwise.schedule.speculation import Speculator
-from shardwise.schedule.step import Chunk, Logprob, Step, StepResult
+from shardwise.schedule.step import Chunk, Step, StepResult
 
-
-class News(NamedTuple):
-    """What a step brought one sequence."""
-
-    sequence: Sequence
-    tokens: list[int]
-    """New tokens, the one that ended it included."""
-    logits: list[bytes]
-    """Of each token, where asked for."""
-    logprobs: list[Logprob]
-    """Of each token, where asked for."""
-    prompt_logprobs: list[Logprob]
-    """Of the next tokens of the prompt, where asked for; the prompt's first token has none."""
+SUSPECT, GUILTY = 2, 4
+"""Strikes with which a sequence runs alone, and with which it has failed."""
 
 
 class Scheduler:
@@ -76,11 +64,14 @@ class Scheduler:
         if speculation is not None:
             limits = max_batch_tokens, max_chunk, max_draft_len or max_model_len, num_draft_ids or vocab_size
             self.drafts = Drafts(Speculator(speculation), self.pool, *limits)
+        self.num_preempted = 0
+        """Times that a sequence lost its blocks to another."""
         self._num_added = 0
         self._num_steps = 0
         self._sequences: dict[int, Sequence] = {}  # unfinished, by request id
         self._waiting: list[Sequence] = []  # both lines in the order of arrival
         self._running: list[Sequence] = []
+        self._suspects: list[Sequence] = []  # those that must run alone; some may have been cleared
         self._steps: dict[int, list[Sequence]] = {}  # in flight, by number
 
     @property
@@ -102,16 +93,15 @@ class Scheduler:
         """Tokens of a prompt that need not be computed if it is admitted now."""
         return len(self.pool.find(list(prompt), salt, [])) * BLOCK
 
+    def vet(self, request: Request) -> None:
+        """ValueError with the remedy if a request can never run. May be called in any thread."""
+        self._gate.admit(request)
+
     def add(self, request: Request) -> None:
         """Put a request in the line. ValueError with the remedy if it can never run."""
         if request.id in self._sequences:
             raise ValueError(f"request id {request.id} is in use: choose another, or wait until that request is done")
-        sequence = self._gate.admit(request, self._num_added)
-        if self.drafts is not None:
-            sequence.drafting = self.drafts.speculator.begin()
-        self._sequences[request.id] = sequence
-        self._num_added += 1
-        self._waiting.append(sequence)
+        self.adopt(self._gate.admit(request))
 
     def schedule(self) -> Step | None:
         """The next step, or None if nothing can run before a result comes (or nothing is left to run).
@@ -123,6 +113,9 @@ class Scheduler:
         """
         if len(self._steps) >= self._num_in_flight:
             return None
+        self._suspects = [each for each in self._suspects if each.strikes >= SUSPECT and each.finish_reason is None]
+        if self._suspects:
+            return self._alone(self._suspects[0]) if not self._steps else None
         ready = [sequence for sequence in self._running if sequence.num_left]
         num_flying = len(self._running) - len(ready)
         share = self._share(len(self._running), num_flying)
@@ -171,6 +164,17 @@ class Scheduler:
         chunks.append(chunk)
         return len(chunk.tokens)
 
+    def _alone(self, sequence: Sequence) -> Step:
+        """A step of one sequence: a fault in it can only be its own. Whoever is in the way is preempted."""
+        if not sequence.blocks:
+            while len(self._running) == self._max_num_seqs or not self.pool.admit(sequence, spare=0):
+                self._preempt(self._running[-1])
+            self._waiting.remove(sequence)
+            insort(self._running, sequence, key=_arrival)
+        chunks: list[Chunk] = []
+        self._take(chunks, sequence, self._max_batch_tokens)
+        return self._emit(chunks)
+
     def _emit(self, chunks: list[Chunk], draft: bool = False) -> Step:
         number = self._num_steps
         self._num_steps += 1
@@ -189,8 +193,8 @@ class Scheduler:
             return []
         assert next(iter(self._steps), None) == step.number, "results come in the order of the steps"
         news: list[News] = []
-        rows = zip(step.chunks, result.tokens, result.logits, result.logprobs, strict=True)
-        for sequence, (chunk, tokens, logits, logprobs) in zip(self._steps.pop(step.number), rows, strict=True):
+        rows = zip(step.chunks, result.tokens, result.logits, result.logprobs, result.pooled, strict=True)
+        for sequence, (chunk, tokens, logits, logprobs, sums) in zip(self._steps.pop(step.number), rows, strict=True):
             assert bool(tokens) == (chunk.sampling is not None), (chunk, tokens)
             if sequence.finish_reason is not None:
                 continue
@@ -200,13 +204,16 @@ class Scheduler:
                 continue
             scores = logprobs[: len(chunk.scored)][max(0, sequence.scored - chunk.start) :]
             sequence.scored += len(scores)
+            sequence.pool(chunk, sums)
             known = len(chunk.tokens) - chunk.drafts
             sequence.in_flight -= known
             sequence.computed += known + max(0, len(tokens) - 1)
             taken = sequence.extend(tokens)
             sequence.computed = min(sequence.computed, len(sequence.tokens))
             sequence.drafted = min(sequence.drafted, sequence.computed)
-            if not taken and sequence.computed == sequence.max_len:
+            if sequence.computed >= sequence.struck:
+                sequence.strikes = 0
+            if sequence.finish_reason is None and sequence.computed == sequence.max_len:
                 sequence.finish_reason = "length"
             self.pool.commit(sequence)
             if tokens and self.drafts is not None:
@@ -236,15 +243,47 @@ class Scheduler:
             self._remove(sequence)
         return sequence
 
-    def reset(self) -> None:
-        """All KV is gone, and with it the steps in flight: begin a new epoch with the tokens that are known."""
+    def reset(self, strikes: int = 0) -> list[Sequence]:
+        """All KV is gone, and with it the steps in flight: begin a new epoch with the tokens that are known.
+
+        Each sequence that was in flight gets ``strikes``, which it loses when it comes past where it was. With SUSPECT
+        of them it runs alone, so that one that kills ranks does not take others along; with GUILTY it ends here, with
+        "error". Returns those.
+        """
         self.epoch += 1
+        for sequence in {sequence for taken in self._steps.values() for sequence in taken}:
+            sequence.strike(strikes)
         self._steps.clear()
         self.pool.clear()
         self._running = []
         self._waiting = sorted(self._sequences.values(), key=_arrival)
         for sequence in self._waiting:
             sequence.forget()
+        self._suspects = [sequence for sequence in self._waiting if sequence.strikes >= SUSPECT]
+        guilty = [sequence for sequence in self._suspects if sequence.strikes >= GUILTY]
+        for sequence in guilty:
+            self.finish(sequence.request.id, "error")
+        return guilty
+
+    def release(self, sequence_id: int) -> Sequence:
+        """Let go of an unfinished sequence that holds no blocks, for another scheduler of the same plan to adopt."""
+        sequence = self._sequences[sequence_id]
+        assert not sequence.blocks
+        self._remove(sequence)
+        self._suspects = [each for each in self._suspects if each is not sequence]
+        return sequence
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Put a sequence in the line, as the latest to arrive."""
+        sequence.arrival = self._num_added
+        sequence.digests = []  # they are of its former scheduler's secret
+        if self.drafts is not None:
+            sequence.drafting = self.drafts.speculator.begin()
+        self._sequences[sequence.request.id] = sequence
+        self._num_added += 1
+        self._waiting.append(sequence)
+        if sequence.strikes >= SUSPECT:
+            self._suspects.append(sequence)
 
     def check(self) -> None:
         """Assert every invariant, those of the pool included."""
@@ -279,10 +318,14 @@ class Scheduler:
             latest = next(other for other in reversed(self._running) if not other.in_flight)
             if latest is sequence:
                 return False
-            self._running.remove(latest)
-            self.pool.release(latest)
-            insort(self._waiting, latest, key=_arrival)
+            self._preempt(latest)
         return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preempted += 1
+        self._running.remove(sequence)
+        self.pool.release(sequence)
+        insort(self._waiting, sequence, key=_arrival)
 
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.id]

@@ -8,13 +8,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardwise.params import SamplingParams
 from shardwise.schedule.constraint import Constraint, Matcher
 from shardwise.schedule.speculation import Drafting
-from shardwise.schedule.step import Chunk, Sampling
+from shardwise.schedule.step import GRAIN, Chunk, Logprob, Sampling
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Request:
     """``params.bad_words`` in tokens."""
     matcher: Matcher | None = None
     """The grammar of ``params`` at its start, for this request alone."""
+    pooling: str | None = None
+    """"mean" or "last": what the prompt's hidden states are pooled to, with ``max_tokens`` 0; None: nothing is."""
 
 
 @dataclass(eq=False)
@@ -42,8 +45,6 @@ class Sequence:
     """A request on its way. Its state is ``computed``, ``in_flight`` and ``blocks``; there are no phases."""
 
     request: Request
-    arrival: int
-    """Place in the order of arrival; it is kept through preemption and reset."""
     max_len: int
     """The number of tokens, prompt included, at which it ends with "length"."""
     stops: frozenset[int]
@@ -53,6 +54,8 @@ class Sequence:
     """Its part in speculation, if there is any."""
     optimal: bool = False
     """Accept drafts by rejection sampling."""
+    arrival: int = 0
+    """Place in the order of arrival; it is kept through preemption and reset."""
     tokens: list[int] = field(init=False)
     """Prompt and generated tokens."""
     sampling: Sampling = field(init=False)
@@ -70,12 +73,20 @@ class Sequence:
     """Number of the last step that it had a part in."""
     scored: int = 0
     """Prompt tokens after the first whose log-probabilities have come."""
+    pooled: int = 0
+    """Tokens whose hidden states are in ``sums``, or were not wanted."""
+    sums: list[int] = field(default_factory=list)
+    """Of each of the model's dimensions, in units of 1 / GRAIN: sums of whole numbers have no order."""
     drafts: list[int] = field(default_factory=list)
     """Guesses of the tokens that follow, to be verified."""
     wanted: int | None = None
     """Drafts to be collected before the next verification; None: not decided yet."""
     drafted: int = 0
     """Tokens, drafts included, whose KV of the draft model exists."""
+    strikes: int = 0
+    """Weight of the faults of ranks in which it was in flight, until it has come past them; see `Scheduler.reset`."""
+    struck: int = 0
+    """Tokens that the last of those faults kept from being computed."""
     finish_reason: str | None = None
     """None while unfinished, then "stop", "length", "abort" or "error"."""
     error: str = ""
@@ -121,6 +132,20 @@ class Sequence:
         """Prompt tokens whose log-probabilities are wanted in all; those before ``scored`` have come."""
         return 0 if self.request.params.prompt_logprobs is None else len(self.request.prompt) - 1
 
+    @property
+    def reusable(self) -> int:
+        """So many of its tokens need not be computed if their KV exists: what is told of them has come."""
+        scored = self.scored if self.scored < self.to_score else len(self.tokens)
+        return min(scored, self.pooled) if self.request.pooling == "mean" else scored
+
+    @property
+    def embedding(self) -> list[float]:
+        """The pooled hidden state of its prompt, once all of it is there; else nothing."""
+        if self.pooled < len(self.request.prompt):
+            return []
+        count = len(self.request.prompt) if self.request.pooling == "mean" else 1
+        return [value / (GRAIN * count) for value in self.sums]
+
     def chunk(self, start: int, count: int, drafts: Items[int] = (), *, draft: bool = False) -> Chunk:
         """``count`` tokens (and drafts already made, for a ``draft`` pass) from ``start``, then ``drafts`` to verify.
 
@@ -131,7 +156,7 @@ class Sequence:
         ends = start + count == len(line) and len(self.tokens) < self.max_len
         masks: list[bytes] = []
         if ends and self.constraint is not None:
-            masks = self.constraint.masks(self.tokens, self.drafts if draft else drafts)
+            masks = self._masks(self.drafts if draft else drafts)
             drafts = drafts[: len(masks) - 1]
             masks = masks[-1:] if draft else masks if any(masks) else []
         scored: list[int] = []
@@ -148,12 +173,24 @@ class Sequence:
             masks,
             scored,
             self.request.params.prompt_logprobs or 0,
+            self._wanted(start, start + count),
         )
+
+    def pool(self, chunk: Chunk, sums: bytes) -> None:
+        """Add up a chunk's hidden states, if it pools any; none were told if they are no numbers."""
+        if not chunk.pooled:
+            return
+        values = array("q", sums).tolist()
+        if not values:
+            self.error = "its hidden states are not finite numbers: the weights or the number format are broken"
+            return
+        self.sums = [own + new for own, new in zip(self.sums, values, strict=True)] if self.sums else values
+        self.pooled = chunk.start + len(chunk.tokens)
 
     def extend(self, tokens: Items[int]) -> list[int]:
         """Append sampled tokens up to the one that ends the sequence; returns those appended."""
         taken: list[int] = []
-        for token in tokens:
+        for token in tokens if not self.error else ():
             taken.append(token)
             self.tokens.append(token)
             if token in self.stops:
@@ -164,7 +201,14 @@ class Sequence:
                     self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
+        if self.error:
+            self.finish_reason = "error"
         return taken
+
+    def strike(self, weight: int) -> None:
+        """Ranks failed while it was in flight."""
+        self.strikes += weight
+        self.struck = self.computed + self.in_flight
 
     def forget(self) -> None:
         """Its KV is gone: everything is to be computed again, from the tokens it has."""
@@ -173,9 +217,41 @@ class Sequence:
         self.drafts = []
         self.wanted = None
 
+    def _wanted(self, start: int, end: int) -> int:
+        """How many of the tokens from ``start`` to ``end`` are pooled, which are always the last ones."""
+        if self.request.pooling == "mean":
+            return max(0, end - max(start, self.pooled))
+        return int(self.request.pooling == "last" and end == len(self.request.prompt))
+
+    def _masks(self, drafts: Items[int]) -> list[bytes]:
+        assert self.constraint is not None
+        try:
+            return self.constraint.masks(self.tokens, drafts)
+        except Exception as error:  # a request's constraint may fail that request only, at its next token
+            self.error = f"its constraint failed: {type(error).__name__}: {error}"
+            return [b""]
+
     def _advance(self, token: int) -> None:
-        if self.constraint is not None:
+        if self.constraint is None:
+            return
+        try:
             self.constraint.advance(token)
             ended = self.constraint.ended(self.tokens)
-            if ended is not None:
-                self.finish_reason, self.error = ended
+        except Exception as error:
+            ended = "error", f"its constraint failed: {type(error).__name__}: {error}"
+        if ended is not None:
+            self.finish_reason, self.error = ended
+
+
+class News(NamedTuple):
+    """What a step brought one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]
+    """New tokens, the one that ended it included."""
+    logits: list[bytes]
+    """Of each token, where asked for."""
+    logprobs: list[Logprob]
+    """Of each token, where asked for."""
+    prompt_logprobs: list[Logprob]
+    """Of the next tokens of the prompt, where asked for; the prompt's first token has none."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+GRAIN = 2**40
+"""Hidden states are summed in units of 1 / GRAIN."""
+
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the tokens of one sequence are drawn, and what is told of them; see SamplingParams for the fields."""
@@ -62,6 +65,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """The tokens known to follow the first rows, whose log-probabilities are wanted: one a row."""
     num_top: int = 0
     """So many likeliest tokens are reported with each scored one."""
+    pooled: int = 0
+    """The sum of the model's last hidden states, of this chunk's last so many tokens, is wanted; 0: none is."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -98,3 +103,12 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Of each of these tokens the row it was drawn from, as raw little-endian bytes; empty where not asked for."""
     logprobs: list[list[Logprob]]
     """Of the scored tokens, then of the drawn ones if their Sampling asks for that."""
+    sums: list[bytes] = []
+    """Of each chunk, the sum of the pooled hidden states: little-endian int64, one a dimension, in units of 1 / GRAIN.
+
+    Nothing where none was asked for or they are no finite numbers. An empty list stands for nothing everywhere."""
+
+    @property
+    def pooled(self) -> list[bytes]:
+        """``sums``, one for each chunk in any case."""
+        return self.sums or [b""] * len(self.tokens)

@@ -24,13 +24,16 @@ class Player:
         self.spec = spec
         self.meetings = msgspec.msgpack.decode(spec.runner, type=str)
         self.rounds = 0
-        self.axes: dict[str, tuple[Axis, Axis]] = {
-            "shm": shared_axes(spec.shared, spec.rank, spec.tp, spec.pp, load_sync(), slot_bytes=256, timeout=20)
-        }
+        self.axes: dict[str, tuple[Axis, Axis]] = {}
 
     def load(self) -> Figures:
-        self.gloo(self.spec.tp, self.spec.pp, 20.0)
         return {"rank": self.spec.rank}
+
+    def join(self, shared: int) -> Figures:
+        spec = self.spec
+        self.axes["shm"] = shared_axes(shared, spec.rank, spec.tp, spec.pp, load_sync(), slot_bytes=256, timeout=20)
+        self.gloo(spec.tp, spec.pp, 20.0)
+        return {}
 
     def gloo(self, tp: int, pp: int, timeout: float) -> None:
         self.rounds += 1

@@ -171,7 +171,7 @@ def ranks(sync: Sync, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proc
     runner = msgspec.Raw(msgspec.msgpack.encode(str(tmp_path_factory.mktemp("meetings"))))
     specs = [WorkerSpec(rank=rank, tp=2, pp=2, runner=runner) for rank in range(4)]
     executor = ProcessExecutor(specs, 60.0, [sys.executable, "-m", "tests.parallel.axis_worker"])
-    executor.wait_ready(120.0)
+    executor.wait_ready()
     yield executor
     executor.close()
 
@@ -192,10 +192,10 @@ def test_processes(ranks: ProcessExecutor, transport: str, name: str) -> None:
 def test_gloo_stays_on_loopback(ranks: ProcessExecutor) -> None:
     """R4: guards against activations that anybody on the network could read or write."""
     listening = set()
-    for process in ranks._keeper.processes:
-        sockets = {str(fd.readlink()) for fd in Path(f"/proc/{process.popen.pid}/fd").iterdir() if fd.is_symlink()}
+    for process in ranks._ranks:
+        sockets = {str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir() if fd.is_symlink()}
         for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{process.popen.pid}/net/{table}").read_text().splitlines()[1:]:
+            for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if f"socket:[{fields[9]}]" in sockets:
                     listening.add(fields[1].partition(":")[0])

@@ -60,7 +60,10 @@ class FakeRank:
         deeds = msgspec.msgpack.decode(self.spec.runner, type=Deeds)
         self.do(deeds.load.get(self.spec.rank, "answer"))
         modules = "torch" in sys.modules
-        return {"pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"], "torch": int(modules)}
+        return {"threads": os.environ["OMP_NUM_THREADS"], "torch": int(modules)}
+
+    def join(self, shared: int) -> Figures:
+        return {}
 
     def step(self, step: Step) -> StepResult | None:
         number, *deeds = step.chunks[0].tokens
@@ -98,7 +101,7 @@ def front(load: str) -> None:
     """Say the ranks' process ids when they are ready, then work for ever."""
     executor = ProcessExecutor(specs(2, {1: load}), command=COMMAND)
     print("started", flush=True)
-    executor.wait_ready(60.0)
+    executor.wait_ready()
     print("ready", flush=True)
     number = 0
     while True:

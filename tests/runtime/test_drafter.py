@@ -62,7 +62,7 @@ class DraftRank:
         if not part.shard.last:
             self.pp.send(out)
             return None
-        rows = self.tp.all_gather(out, [run.size for run in part.shard.vocabs])
+        rows = self.tp.all_gather(part.logits(out, batch), [run.size for run in part.shard.vocabs])
         if self.tp.rank:
             return None
         return StepResult(step.epoch, step.number, [], [[row.numpy().tobytes() for row in rows]], [])
