@@ -47,7 +47,7 @@ def write(params: SamplingParams) -> Source:
         return Source(f"start: /{pattern}/" + OPTIONS, plain=len(text) <= MAX_PLAIN)
     assert params.ebnf is not None
     text = _sized(params.ebnf, MAX_GRAMMAR_BYTES)
-    lark = read_gbnf(text) if is_gbnf(text) else _check_lark(text)
+    lark = read_gbnf(text) if is_gbnf(text) else _read_lark(text)
     return Source(lark + OPTIONS, plain=False, max_items=500)  # in ambiguous ones a token takes their square
 
 
@@ -92,20 +92,43 @@ _LARK = re.compile(
     (?:\{|~) \s* (?P<low>\d*) \s* (?:(?:,|\.\.) \s* (?P<high>\d*))?""",
     re.VERBOSE | re.DOTALL,
 )
-"""What is passed over, what is refused and what is checked of a Lark grammar. It takes time in the text's length alone;
-what is left open is for llguidance to refuse."""
+"""What is passed over, read, refused or checked of a Lark grammar. It takes time in the text's length alone; what is
+left open is for llguidance to refuse."""
 
 
-def _check_lark(text: str) -> str:
-    """Refuse what llguidance's dialect has beyond a language of texts, and what would go round our own checks."""
-    for found in _LARK.finditer(text):
-        if found["token"] or found["reference"] or found["directive"] or found["option"]:
-            remedy = "; give a JSON schema as json_schema" if found["directive"] == "%json" else "; leave it out"
+def _read_lark(text: str) -> str:
+    """The grammar with its JSON schemas as they are enforced.
+
+    Refuses what llguidance's dialect has beyond a language of texts, and what would go round our own checks.
+    """
+    parts, at = [], 0
+    while found := _LARK.search(text, at):
+        parts.append(text[at : found.end()])
+        at = found.end()
+        if found["directive"] == "%json":
+            schema, at = _read_inner(text, at)
+            parts.append(f" {schema}")
+        elif found["token"] or found["reference"] or found["directive"] or found["option"]:
             raise ValueError(
-                f"{found[0].strip()[:50]!r} in line {text.count(chr(10), 0, found.start()) + 1} is not "
-                f"supported: a grammar describes the characters of a text{remedy}"
+                f"{found[0].strip()[:50]!r} in line {_line(text, found.start())} is not supported: a grammar describes "
+                "the characters of a text; leave it out"
             )
         if found[0].startswith("/"):
             check_pattern(found[0][1:].removesuffix("/"))
         _check_repeats(found["low"] or "", found["high"] or "")
-    return text
+    return "".join([*parts, text[at:]])
+
+
+def _read_inner(text: str, at: int) -> tuple[str, int]:
+    """The schema behind a %json, and where it ends."""
+    at = re.compile(r"\s*").match(text, at).end()  # type: ignore[union-attr]
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, at)
+        schema, _ = read_schema(text[at:end], check_pattern)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the schema in line {_line(text, at)}: {error}") from None
+    return json.dumps(schema), end
+
+
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1

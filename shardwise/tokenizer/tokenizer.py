@@ -6,6 +6,7 @@ Knows no request and no model; which ids end a request is for others to combine.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +56,8 @@ class Tokenizer:
         self.special = frozenset(number for number, token in added.items() if token.special)
         """Ids that decoding skips by default."""
         ids = {name: backend.token_to_id(text) for name, text in self._named.items()}
+        self.control = self.special - {ids.get("unk_token")}
+        """Special tokens that tell the model something; the one for unknown letters is part of any text."""
         self.bos: int | None = ids.get("bos_token")
         end: int | None = ids.get("eos_token")
         self.eos = frozenset(eos if end is None else [*eos, end])
@@ -87,25 +90,50 @@ class Tokenizer:
 
         return cls(**describe(metadata))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens spelled out in it are recognised.
+    def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
+        """Token ids of ``text``; special tokens spelled out in it are recognised, or are text if ``plain``.
 
-        With ``add_special_tokens`` a prompt always has a token: an empty one is the beginning-of-text token. Raises
-        ValueError where there is none, and for text that is not valid Unicode.
+        With ``add_special_tokens`` it is put between the tokens that the tokenizer adds, see ``wrap``. Raises
+        ValueError for text that is not valid Unicode, and for special tokens that can't be text.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds half a surrogate pair at character {error.start}; remove it") from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if not add_special_tokens:
-            return ids
+        if plain and not self.special.isdisjoint(ids):
+            ids = self._plain.encode(text, add_special_tokens=False).ids
+            for number in self.control.intersection(ids):  # such as of Unigram vocabularies
+                spelt = self.spell(number).decode(errors="replace")
+                raise ValueError(f"the prompt holds {spelt!r}, which this tokenizer has no other token for; remove it")
+        return self.wrap(ids) if add_special_tokens else ids
+
+    def wrap(self, ids: list[int]) -> list[int]:
+        """A prompt of these tokens, between those that the tokenizer adds: never empty, if need be the first of a text.
+
+        Raises ValueError where there is no such token.
+        """
         ids = [*self._prefix, *ids, *self._suffix]
         if ids:
             return ids
         if self.bos is None:
             raise ValueError("the prompt is empty and this model has no beginning-of-text token; give some text")
         return [self.bos]
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Finds special tokens that are spelled out in a text; None if there are none."""
+        from shardwise.tokenizer.quoting import any_of
+
+        spelt = {self.spell(token).decode(errors="replace") for token in self.special} - {""}
+        return any_of(spelt) if spelt else None
+
+    @cached_property
+    def _plain(self) -> Backend:
+        """A second one that splits no special tokens off; rarely needed, and that setting is not for shared ones."""
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """``ids`` as a whole text, without the space that a SentencePiece vocabulary sets before its first word.
@@ -128,24 +156,41 @@ class Tokenizer:
             found = self._bytes[number] = b"" if token is None else self._spelling.bytes(token)
         return found
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Render messages (``role``, ``content``) with the model's own template.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **values: Any,
+    ) -> str:
+        """Render messages (``role``, ``content``) with the model's template or another; ``values`` are its variables.
 
         Raises ValueError if there is none, and with the template's own message if it refuses.
         """
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **self._named)
+        chosen = self._template if template is None else _compile(template)
+        return chosen.render(messages, **{**self._named, **values}, add_generation_prompt=add_generation_prompt)
+
+    def template_reads(self, variable: str) -> bool:
+        """Does the model's chat template make anything of a variable? Raises ValueError if there is none."""
+        return variable in self._template.variables
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a rendered chat. A template writes all its special tokens itself, so none are added."""
-        return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
+        """Token ids of a rendered chat. Its template writes all special tokens: those in messages are text."""
+        from shardwise.tokenizer.quoting import encode_chat
+
+        return encode_chat(self, messages, add_generation_prompt=add_generation_prompt)[1]
 
     @cached_property
     def _template(self) -> Template:
-        from shardwise.tokenizer.template import Template  # jinja2 is no small import, and completions need none
-
         if self._source is None:
             raise ValueError("this model has no chat template; give a plain prompt instead")
-        return Template(self._source)
+        return _compile(self._source)
+
+
+def _compile(source: str) -> Template:
+    from shardwise.tokenizer.template import Template  # jinja2 is no small import, and completions need none
+
+    return Template(source)
 
 
 def _open_backend(file: Path) -> Backend:

@@ -108,6 +108,11 @@ LARK = [
     ),
     ('?start: a{2,3} # comment <x> %json\na: "</s>" | /<\\/s>@/', ["</s></s>", "</s>@</s>"], ["</s>"]),
     ('start: "{" /a{2}/ "}"', ["{aa}"], ["{a}"]),
+    (
+        'start: "<" %json {"type": "array", "items": {"const": "%json {}"}} ">"',
+        ['<["%json {}"]>', "<[]>"],
+        ["[]", "<1>"],
+    ),
 ]
 
 
@@ -160,7 +165,9 @@ INVALID = [
     ("ebnf", "start: A\nA: B\nB: A", "circular"),
     ("ebnf", 'start: "a"\n  <|im_end|>', "'<|im_end|>' in line 2"),
     ("ebnf", "start: <[258]>", "<[258]>"),
-    ("ebnf", 'start: %json {"type": "string"}', "json_schema"),
+    ("ebnf", 'start: "a"\n  | %json {"typo": 1}', "line 2: #/typo"),
+    ("ebnf", 'start: %json {"type": "string"', "line 1"),
+    ("ebnf", "start: %json", "line 1"),
     ("ebnf", '%llguidance {"allow_invalid_utf8": true}\nstart: /a/', "%llguidance"),
     ("ebnf", "start: @other", "@o"),
     ("ebnf", 'start[max_tokens=3]: "a"+', "max_tokens"),
