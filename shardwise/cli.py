@@ -1,4 +1,4 @@
-"""The command line: generate, verify, inspect. Talks to people on a terminal and to machines with --json."""
+"""The command line: generate, verify, inspect, serve, chat. Talks to people, and with --json to machines."""
 
 from __future__ import annotations
 
@@ -6,16 +6,36 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.config import DTYPES, EngineConfig, Layout, Speculation
+from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.options import (
+    BatchTokensOption,
+    CacheOption,
+    ChunkOption,
+    ContextOption,
+    DeviceOption,
+    DtypeOption,
+    KernelsOption,
+    LayoutOption,
+    ModelOption,
+    PrefixOption,
+    SequencesOption,
+    SpeculateOption,
+    SplitOption,
+    StagesOption,
+    ThreadsOption,
+    engine_settings,
+    given_in,
+    numbers,
+)
 from shardwise.params import SamplingParams
 from shardwise.progress import status
+from shardwise.serving import chat, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,24 +44,17 @@ app = typer.Typer(
     help="Run one large language model on any layout of devices: any layout, one answer.",
 )
 
-ModelOption = Annotated[str, typer.Option("--model", "-m", help="Alias, Hugging Face directory, .gguf file or hub id.")]
-LayoutOption = Annotated[str, typer.Option("--layout", "-l", help="Such as tp2, pp2 or dp2.tp2.pp2; 1 is one device.")]
-DtypeOption = Annotated[str, typer.Option(help=f"Number format of the weights: {', '.join(DTYPES)}.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-KernelsOption = Annotated[str, typer.Option(help="auto, native or torch.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
-SpeculateOption = Annotated[str | None, typer.Option(help="draft=MODEL, ngram or self, then ,k=auto and more.")]
-SplitOption = Annotated[str | None, typer.Option(help="Shares of the tp ranks, such as 3,1.")]
-StagesOption = Annotated[str | None, typer.Option(help="Layers of the pp stages, such as 12,18.")]
 
 
 def main() -> None:
     """Entry point: what went wrong is said in one line on stderr, and the exit code is not 0.
 
-    1: some rows failed; 2: wrong usage or an impossible request; 3: the model's files are broken; 5: a rank failed;
-    130: interrupted.
+    1: some rows failed; 2: wrong usage or an impossible request; 3: the model's files are broken; 4: the port is taken;
+    5: a rank failed; 130: interrupted.
     """
     from shardwise.runtime.executor import RankFailure
+    from shardwise.server.port import PortTaken
     from shardwise.weights.checkpoint import LoadError
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -51,6 +64,8 @@ def main() -> None:
         _fail(str(error), 3)
     except ValueError as error:
         _fail(str(error), 2)
+    except PortTaken as error:
+        _fail(str(error), 4)
     except RankFailure as error:
         _fail(f"{error}\n{error.detail}".rstrip(), 5)
     except KeyboardInterrupt:
@@ -99,15 +114,15 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     kernels: KernelsOption = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads per rank; default: the cores, shared evenly.")] = None,
+    threads: ThreadsOption = None,
     split: SplitOption = None,
     stages: StagesOption = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest context in tokens.")] = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="KV cache of a replica, in tokens.")] = None,
-    max_batch_tokens: Annotated[int, typer.Option(help="Most new tokens in one step.")] = 512,
-    max_chunk: Annotated[int, typer.Option(help="Most new tokens of one sequence in one step.")] = 512,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences running at once.")] = 256,
-    prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of equal beginnings.")] = True,
+    max_model_len: ContextOption = None,
+    kv_tokens: CacheOption = None,
+    max_batch_tokens: BatchTokensOption = 512,
+    max_chunk: ChunkOption = 512,
+    max_num_seqs: SequencesOption = 256,
+    prefix_cache: PrefixOption = True,
     speculate: SpeculateOption = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is generated (one prompt).")] = False,
     as_json: JsonOption = False,
@@ -115,11 +130,7 @@ def generate(
     """Continue prompts, or answer them with --chat."""
     from shardwise.generate import Job, run
 
-    given = {
-        name: value
-        for name, value in context.params.items()
-        if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"  # typer may bring a click of its own
-    }
+    given = given_in(context)
     asked = {item.name: given[item.name] for item in fields(SamplingParams) if item.name in given}
     if logit_bias is not None:
         asked["logit_bias"] = _biases(logit_bias)
@@ -127,10 +138,7 @@ def generate(
         if file is not None:
             asked[name] = _text(f"--{name.replace('_', '-')}", file)
     SamplingParams(**asked)
-    settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
-    settings |= {"layout": Layout.parse(layout), "split": _numbers("split", split, float)}
-    settings |= {"stages": _numbers("stages", stages, int)}
-    settings |= {"speculate": Speculation.parse(speculate) if speculate is not None else None}
+    settings = engine_settings(given, layout, split, stages, speculate)
     EngineConfig(**settings)
     job = Job(model, settings, asked, generation_config, prompts or [], chat, input, output, stream, as_json)
     failed, total = run(job)
@@ -159,8 +167,8 @@ def verify(
         report = verify_kernels()
     else:
         named = [Layout.parse(text) for text in layouts.split(",")]
-        sizes = _numbers("batches", batches, int) or ()
-        steps = _numbers("chunks", chunks, int) or ()
+        sizes = numbers("batches", batches, int) or ()
+        steps = numbers("chunks", chunks, int) or ()
         with status("verifying") as say:
             report = verify_layouts(model, named, sizes, steps, max_tokens, tolerance, say, dtype=dtype, device=device)
     if as_json:
@@ -188,8 +196,8 @@ def inspect(
         layout=Layout.parse(layout),
         dtype=dtype,
         device=device,
-        split=_numbers("split", split, float),
-        stages=_numbers("stages", stages, int),
+        split=numbers("split", split, float),
+        stages=numbers("stages", stages, int),
         speculate=Speculation.parse(speculate) if speculate is not None else None,
     )
     document = describe(model, engine)
@@ -199,13 +207,8 @@ def inspect(
         show(document)
 
 
-def _numbers(name: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--{name} must be numbers separated by commas, not {text!r}") from None
+app.command()(serve)
+app.command()(chat)
 
 
 def _text(option: str, file: Path) -> str:

@@ -1,0 +1,302 @@
+"""From prepared requests to an answer: accept them, pass on their pieces, notice that the client has gone, frame SSE.
+
+Knows no route's fields and no answer's shape. Whatever happens, what was accepted is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from shardwise.config import BLOCK
+from shardwise.engine import Output
+from shardwise.intake import Prepared
+from shardwise.params import SamplingParams
+from shardwise.server.admission import Refused
+from shardwise.server.deps import Deps
+from shardwise.server.errors import ApiError
+from shardwise.server.fields import Fields
+from shardwise.server.service import Cut, Stream
+
+INTERNAL = "internal error"
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream in OpenAI's completions."""
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""For the documents of routes whose answers may be streams."""
+
+T = TypeVar("T")
+Prepare = Callable[[], Sequence[Prepared]]
+"""Makes a call's requests; run in a thread. May raise ValueError, with the remedy, and ApiError."""
+
+log = logging.getLogger("shardwise")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def prepare(
+    deps: Deps, request: Request, body: Fields, text: str, tokens: Sequence[int], params: SamplingParams
+) -> Prepared:
+    """One prompt's request, vetted; to be called in a thread. Raises ValueError with the remedy, and ApiError.
+
+    ``max_tokens`` is cut to the room in the context; where ``body`` sets no limit of its own, also to that in the KV
+    cache.
+    """
+    room = deps.max_model_len - len(tokens)
+    if room < min(1, params.max_tokens):
+        raise ApiError(
+            400,
+            f"the prompt has {len(tokens)} tokens and the model's context is {deps.max_model_len}, with the answer: "
+            "shorten it",
+            param=body.NAMES.get("prompt", "prompt"),
+            code="context_length_exceeded",
+        )
+    if body.limit is None:
+        blocks = deps.service.replicas.engines[0].scheduler.pool.num_blocks
+        room = max(1, min(room, blocks * BLOCK + 1 - len(tokens)))
+    if params.max_tokens > room:
+        params = replace(params, max_tokens=room)
+    prepared = deps.intake.prepare(text, tokens, params, salt=salt_of(deps, request))
+    deps.service.vet(prepared)
+    return prepared
+
+
+def salt_of(deps: Deps, request: Request) -> bytes:
+    """What keeps the cached KV of different API keys apart. (The cache's own hash is keyed by a secret.)"""
+    key: str = getattr(request.state, "key", "")
+    if deps.config.share_prefix_cache or not key:
+        return b""
+    return hashlib.blake2b(key.encode(), digest_size=16).digest()
+
+
+class Running:
+    """The accepted requests of one call, one for each prompt: ``async for at, output in running``.
+
+    ``at`` numbers the prompts; their pieces come as they are made. Raises ApiError where one of them can't go on.
+    `close` it in the end, whatever has happened.
+    """
+
+    def __init__(self, deps: Deps, request: Request) -> None:
+        self.prepared: Sequence[Prepared] = ()
+        self.request_id: str | None = getattr(request.state, "request_id", None)
+        self._deps = deps
+        self._key: str = getattr(request.state, "key", "")
+        self._streams: list[Stream] = []
+        self._next: dict[asyncio.Future[Output | None], int] = {}
+        self._ready: deque[tuple[int, Output]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def begin(self, body: Fields, prepare: Prepare) -> None:
+        """Prepare and submit; ApiError for what is refused, and then nothing is running."""
+        service, priority = self._deps.service, body.priority or 0
+        try:
+            # If not even this is let in, that is to be said at once, before there is any work.
+            service.admission.leave(service.admission.enter(1, 1, key=self._key, priority=priority))
+            self.prepared = await asyncio.to_thread(prepare)
+            self._check_sum()
+            for each in self.prepared:
+                self._streams.append(service.submit(each, key=self._key, priority=priority))
+        except ValueError as error:
+            raise body.refusal(error) from None
+        except Refused as refused:
+            self.close()
+            service.metrics.refused(refused.status)
+            raise ApiError(refused.status, refused.message, retry_after=refused.retry_after) from None
+        if len(self._streams) > 1:
+            self._next = {asyncio.ensure_future(self._piece(at)): at for at in range(len(self._streams))}
+        self._timer = asyncio.get_running_loop().call_later(self._deps.config.request_timeout, self._expire)
+
+    async def wait(self) -> None:
+        """Wait for the first piece, which is then still to come: until there is one, an answer may be an error."""
+        self._ready.append(await self.__anext__())
+
+    def __aiter__(self) -> Running:
+        return self
+
+    async def __anext__(self) -> tuple[int, Output]:
+        if self._ready:
+            return self._ready.popleft()
+        if len(self._streams) == 1:
+            output = await self._piece(0)
+            if output is None:
+                raise StopAsyncIteration
+            return 0, output
+        while self._next:
+            done, _ = await asyncio.wait(self._next, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                at = self._next.pop(future)
+                output = future.result()
+                if output is not None:
+                    self._ready.append((at, output))
+                    self._next[asyncio.ensure_future(self._piece(at))] = at
+            if self._ready:
+                return self._ready.popleft()
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Let go of what is unfinished; harmless when repeated."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams:
+            stream.close()
+        for future in self._next:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # which nobody will ask for
+
+    def _check_sum(self) -> None:
+        """Prompts that fit one by one may never fit together."""
+        parts = sum(len(each.parts) for each in self.prepared)
+        cost = sum(each.cost for each in self.prepared)
+        most_parts, most_cost = self._deps.service.admission.largest
+        if parts > most_parts or cost > most_cost:
+            raise Refused(
+                400,
+                f"{parts} continuations of {cost} tokens in all, prompts included, are more than the server ever takes "
+                f"({most_parts} and {most_cost}): ask for less",
+            )
+
+    async def _piece(self, at: int) -> Output | None:
+        try:
+            output = await self._streams[at].__anext__()
+        except StopAsyncIteration:
+            return None
+        except Cut as cut:
+            retry_after = self._deps.service.admission.retry_after if cut.status in (429, 503) else None
+            raise ApiError(cut.status, str(cut), retry_after=retry_after) from None
+        if output.finish_reason == "error":
+            log.error("request %s failed: %r", self.request_id, output.error)
+            raise ApiError(500, INTERNAL)
+        return output
+
+    def _expire(self) -> None:
+        for stream in self._streams:
+            if stream.places:
+                stream.cut(Cut("request_timeout", "the request has taken longer than this server allows", 408))
+
+
+async def answer(
+    deps: Deps, request: Request, body: Fields, prepare: Prepare, whole: Callable[[Running], Awaitable[dict[str, Any]]]
+) -> Response:
+    """Run to the end and answer with what ``whole`` makes of the pieces. Raises ApiError."""
+    running = Running(deps, request)
+
+    async def work() -> dict[str, Any]:
+        await running.begin(body, prepare)
+        return await whole(running)
+
+    try:
+        return reply(await watched(request.receive, work()))
+    except ClientGone:
+        return Response(status_code=499)
+    finally:
+        running.close()
+
+
+async def stream(
+    deps: Deps,
+    request: Request,
+    body: Fields,
+    prepare: Prepare,
+    events: Callable[[Running], AsyncGenerator[bytes, None]],
+    end: bytes = DONE,
+) -> Response:
+    """Answer with the frames that ``events`` makes of the pieces as they come, and ``end``.
+
+    Raises ApiError for what goes wrong before the first piece; later that is an event. ``events`` may catch the
+    ApiError that `Running` raises, to tell of it in its own shape.
+    """
+    running = Running(deps, request)
+
+    async def work() -> None:
+        await running.begin(body, prepare)
+        await running.wait()
+
+    try:
+        await watched(request.receive, work())
+    except ClientGone:
+        running.close()
+        return Response(status_code=499)
+    except BaseException:
+        running.close()
+        raise
+    return EventStream(running, events(running), end)
+
+
+class EventStream(Response):
+    """Sends frames as they come until the client goes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, running: Running, frames: AsyncGenerator[bytes, None], end: bytes) -> None:
+        self.background = None
+        self.status_code = 200
+        self.init_headers({"x-accel-buffering": "no"})
+        self._running = running
+        self._frames = frames
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The response, as ASGI calls it."""
+        try:
+            await watched(receive, self._send(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            self._running.close()
+            await self._frames.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        request_id = self._running.request_id
+        try:
+            async for data in self._frames:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = b""
+        except ApiError as error:
+            last = frame(error.document(request_id))
+        except Exception:
+            log.exception("request %s failed", request_id)
+            last = frame(ApiError(500, INTERNAL).document(request_id))
+        await send({"type": "http.response.body", "body": last + self._end, "more_body": False})
+
+
+def frame(document: dict[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if event is None else f"event: {event}\n".encode()
+    return head + b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+def reply(document: dict[str, Any]) -> Response:
+    """An answer in JSON."""
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+async def watched(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, unless the client goes before it is done: then it is cancelled, and ClientGone raised."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
