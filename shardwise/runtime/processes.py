@@ -159,10 +159,12 @@ class ProcessExecutor:
 
     def _bequeath(self) -> tuple[ForkServer | None, dict[int, Process]]:
         """What is alive after a failure, for the next executor: the fork server, and holders by their ranks."""
-        fit = [holder for holder in self._holders if holder.ready and holder.status is None and not holder.stopped()]
-        if not fit or not self._forks.alive:
+        if not self._forks.alive or not any(
+            holder.pid for holder in self._holders
+        ):  # it may hang, if it forked nothing
             self.kill()
             return None, {}
+        fit = [holder for holder in self._holders if holder.ready and holder.status is None and not holder.stopped()]
         end([holder for holder in self._holders if holder not in fit], 0.0)
         self._finalizer.detach()
         return self._forks, {holder.rank: holder for holder in fit}

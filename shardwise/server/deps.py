@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from shardwise.defaults import Defaults
 from shardwise.intake import Intake
 from shardwise.server.config import ServerConfig
 from shardwise.server.service import Service
+
+MAX_COMPILING = 2
+"""Requests whose grammars are compiled at once."""
 
 
 @dataclass(frozen=True)
@@ -24,3 +28,5 @@ class Deps:
     max_model_len: int
     created: int
     """When the server started, in seconds since 1970."""
+    compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_COMPILING))
+    """Turns for requests whose grammars may take seconds to compile: the threads left are for all others."""

@@ -82,6 +82,10 @@ class Fields(Body):
         """The most tokens that the request asks for, if it says so."""
         return None
 
+    def constraints(self) -> Sequence[tuple[str, str, Any]]:
+        """What constrains the text: the field of SamplingParams, the name it has here, the value."""
+        return ()
+
     def refusal(self, error: ValueError) -> ApiError:
         """A 400 with the text of ``error``, and the field that it begins with, by the name that it has here."""
         text = str(error)

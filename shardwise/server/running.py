@@ -103,7 +103,7 @@ class Running:
         try:
             # If not even this is let in, that is to be said at once, before there is any work.
             service.admission.leave(service.admission.enter(1, 1, key=self._key, priority=priority))
-            self.prepared = await asyncio.to_thread(prepare)
+            self.prepared = await self._prepare(body, prepare)
             self._check_sum()
             for each in self.prepared:
                 self._streams.append(service.submit(each, key=self._key, priority=priority))
@@ -153,6 +153,24 @@ class Running:
         for future in self._next:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # which nobody will ask for
+
+    async def _prepare(self, body: Fields, prepare: Prepare) -> Sequence[Prepared]:
+        if not body.constraints():
+            return await asyncio.to_thread(prepare)
+        turn = self._deps.compiling
+        try:
+            await asyncio.wait_for(turn.acquire(), self._deps.config.queue_timeout)
+        except asyncio.TimeoutError:
+            raise Refused(503, "too many grammars wait to be compiled; try again later", 1) from None
+        work = asyncio.get_running_loop().run_in_executor(None, prepare)
+
+        def done(work: asyncio.Future[Sequence[Prepared]]) -> None:
+            turn.release()  # not when the client goes, for the thread works on
+            if not work.cancelled():
+                work.exception()
+
+        work.add_done_callback(done)
+        return await asyncio.shield(work)
 
     def _check_sum(self) -> None:
         """Prompts that fit one by one may never fit together."""

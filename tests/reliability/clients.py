@@ -52,7 +52,7 @@ def asks(count: int, longest: int, seed: int) -> list[Ask]:
     rng = random.Random(seed)
     found = []
     for number in range(count):
-        prompt = " ".join(rng.choices(WORDS, k=rng.choice((2, 5, 20, 60))))
+        prompt = " ".join(rng.choices(WORDS, k=rng.choice((1, 3, 8, 14))))
         fields: dict[str, Any] = {"max_tokens": rng.randint(1, longest), "temperature": 0}
         if number % 2:
             fields |= {"temperature": 0.8, "seed": number, "top_p": 0.95}

@@ -83,7 +83,9 @@ async def torment(
 async def _strike(
     process: Process, client: httpx.AsyncClient, fault: signal.Signals, rng: random.Random, report: Report
 ) -> None:
-    victim = rng.choice(ranks_of(process))
+    while not (victims := ranks_of(process)):
+        await asyncio.sleep(0.01)
+    victim = rng.choice(victims)
     failures = await _failures(client)
     started = time.monotonic()
     os.kill(victim.pid, fault)

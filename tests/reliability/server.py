@@ -22,6 +22,6 @@ def serve(model: str | Path, *arguments: str) -> Iterator[Process]:
 
 
 def ranks_of(process: Process) -> list[psutil.Process]:
-    """What belongs to ranks: holders of weights, which are children of the fork servers, and ranks, children of these."""
+    """Holders of weights, which are children of the fork servers, and the ranks, which are children of holders."""
     front = psutil.Process(process.popen.pid)
     return [rank for forks in front.children() for rank in forks.children(recursive=True)]
