@@ -78,7 +78,8 @@ def _die(control: int, live: Callable[[Frames], None]) -> NoReturn:
         code = 1
         trace = traceback.format_exc()
         print(trace, file=sys.stderr)
-        frames.send(pack(Kind.FAILED, Failed(type(error).__name__, str(error), trace)))
+        text = str(error) or ("out of memory" if isinstance(error, MemoryError) else "")
+        frames.send(pack(Kind.FAILED, Failed(type(error).__name__, text, trace)))
     sys.stderr.flush()
     os._exit(code)  # nothing is left to save, and destructors of a broken process group may wait for dead peers
 
