@@ -79,7 +79,7 @@ class Engine:
         self.executor = executor
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self._restart = restart
+        self.restart = restart
         self._start_at: float | None = None
         """When to start ranks, where there are none."""
         self._num_starts = 0
@@ -152,7 +152,7 @@ class Engine:
 
         Returns the end of those requests that ranks failed over again and again.
         """
-        self.lost = self._restart is None or self._num_starts == len(PAUSES)
+        self.lost = self.restart is None or self._num_starts == len(PAUSES)
         self._start_at = inf if self.lost else monotonic() + PAUSES[self._num_starts]
         self.num_failures += 1
         self.failure = failure
@@ -170,11 +170,11 @@ class Engine:
             if self.executor.ready:
                 self._num_starts = 0
         elif monotonic() >= self._start_at:
-            assert self._restart is not None
+            assert self.restart is not None
             self._num_starts += 1
             self._start_at = None
             try:
-                self.executor = self._restart(self.executor)
+                self.executor = self.restart(self.executor)
             except OSError as error:
                 raise RankFailure(0, f"can't be started: {error}") from error
 

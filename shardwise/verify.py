@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from shardwise.open import make_scheduler, open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor
-from shardwise.runtime.launch import RunPlan, launch, plan_run
+from shardwise.runtime.launch import RunPlan, launch, plan_run, relaunch
 from shardwise.runtime.source import Source, open_source
 from shardwise.schedule.sequence import Request
 from shardwise.tokenizer import Tokenizer
@@ -110,9 +113,9 @@ def verify_layouts(
 ) -> Report:
     """Run the same prompts, greedy and sampled in turn, in every way on every layout.
 
-    Besides each batch and chunk size, a layout is run with drafts, with its prefix cache warm and with a KV pool so
-    small that sequences are preempted. ``settings`` are fields of EngineConfig. Raises ValueError before any weight is
-    read.
+    Besides each batch and chunk size, a layout is run with drafts, with its prefix cache warm, with a KV pool so small
+    that sequences are preempted, and with ranks that are killed in the middle. ``settings`` are fields of EngineConfig.
+    Raises ValueError before any weight is read.
     """
     source = open_source(model)
     tokenizer = open_tokenizer(source)
@@ -196,7 +199,7 @@ def _runs(
     plan: RunPlan,
     source: Source,
     tokenizer: Tokenizer,
-    executors: Sequence[Executor],
+    executors: list[Executor],
     prompts: list[list[int]],
     batches: Sequence[int],
     chunks: Sequence[int],
@@ -218,9 +221,16 @@ def _runs(
         engines = [Engine(*pair, tokenizer) for pair in zip(executors, schedulers, strict=True)]
         yield how, _run(Replicas(engines), prompts, max_tokens)
     yield "warm prefix cache", _run(Replicas(engines), prompts, max_tokens)
+    victims = [figures[-1]["pid"] for figures in (executor.figures for executor in executors) if "pid" in figures[-1]]
+    if victims:  # the ranks are processes
+        for at, engine in enumerate(engines):
+            engine.restart = partial(relaunch, plan, at)
+        yield "killed ranks", _run(Replicas(engines), prompts, max_tokens, victims)
+        executors[:] = [engine.executor for engine in engines]
 
 
-def _run(replicas: Replicas, prompts: list[list[int]], max_tokens: int) -> Run:
+def _run(replicas: Replicas, prompts: list[list[int]], max_tokens: int, victims: Sequence[Any] = ()) -> Run:
+    """``victims`` are killed when some tokens have come."""
     greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     sampled = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.8, seed=7)
     for number, prompt in enumerate(prompts):
@@ -228,7 +238,12 @@ def _run(replicas: Replicas, prompts: list[list[int]], max_tokens: int) -> Run:
         replicas.add(Request(number, tuple(prompt), params, params.seed or 0, want_logits=True))
     run = Run([[] for _ in prompts], [[] for _ in prompts])
     while replicas.has_work:
-        for output in replicas.step():
+        outputs = replicas.step()
+        if outputs and victims:
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            victims = ()
+        for output in outputs:
             run.tokens[output.request_id] += output.token_ids
             run.logits[output.request_id] += output.logits
     return run

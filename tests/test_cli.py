@@ -195,12 +195,12 @@ def test_inspect_shows_every_rank_without_reading_weights(model: Path, tmp_path:
 
 
 def test_verify_finds_one_answer(model: Path) -> None:
-    """Guards the proof itself: one hash over layouts, batches, chunks, cache hits, drafts and preemption; exit 0."""
+    """Guards the proof itself: one hash over layouts, batches, chunks, cache hits, drafts, preemption and kills."""
     arguments = ["verify", "--model", model, "--layouts", "1,tp2,pp2", "--batches", "1,6", "--chunks", "5,64"]
     report = json.loads(shardwise(*arguments, "--max-tokens", "6", "--json").stdout)
     assert report["ok"]
     assert len(report["hashes"]) == 1
-    assert len(report["cells"]) == 3 * (2 * 2 + 4)
+    assert len(report["cells"]) == 3 * (2 * 2 + 4) + 2  # kills on tp2 and pp2
     assert all(cell["agreement"] == 1.0 for cell in report["cells"])
 
 
