@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -44,14 +45,17 @@ app = typer.Typer(
     help="Run one large language model on any layout of devices: any layout, one answer.",
 )
 
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What happens to output that we are asked for: its reader leaves, or there is no room for it."""
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
 
 
 def main() -> None:
     """Entry point: what went wrong is said in one line on stderr, and the exit code is not 0.
 
-    1: some rows failed; 2: wrong usage or an impossible request; 3: the model's files are broken; 4: the port is taken;
-    5: a rank failed; 130: interrupted.
+    1: some rows failed, or the disk is full; 2: wrong usage or an impossible request; 3: the model's files are broken;
+    4: the port is taken; 5: a rank failed; 130: interrupted.
     """
     from shardwise.runtime.executor import RankFailure
     from shardwise.server.port import PortTaken
@@ -70,9 +74,13 @@ def main() -> None:
         _fail(f"{error}\n{error.detail}".rstrip(), 5)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output has left
-        sys.exit(1)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left would fail again at the end
+        if error.errno == errno.EPIPE:  # whoever read our output has left
+            sys.exit(1)
+        _fail(f"the output can't be written: {error.strerror}", 1)
 
 
 @app.command()

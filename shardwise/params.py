@@ -7,7 +7,6 @@ context) is checked where the request is added.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -17,6 +16,8 @@ MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_N = 128
+LEAST_PENALTY = 0.01
+"""Of the repetition penalty: far below it, dividing by it would make infinities of logits."""
 GRAMMARS = ("json_schema", "regex", "ebnf", "choice", "json_object")
 """The fields that constrain the text; at most one of them may be set."""
 
@@ -84,7 +85,7 @@ class SamplingParams:
         _number(self, "min_tokens", 0, 2**31, whole=True)
         _number(self, "presence_penalty", -2, 2)
         _number(self, "frequency_penalty", -2, 2)
-        _number(self, "repetition_penalty", 0, 10, above=True)
+        _number(self, "repetition_penalty", LEAST_PENALTY, 10)
         for name, most in (("seed", MAX_SEED), ("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_LOGPROBS)):
             if getattr(self, name) is not None:
                 _number(self, name, 0, most, whole=True)
@@ -175,10 +176,10 @@ def _is_id(token: Any) -> bool:
 
 
 def _number(owner: Any, name: str, low: float, high: float, *, whole: bool = False, above: bool = False) -> None:
-    """Check that a field is a finite number within [low, high], or (low, high] with ``above``."""
+    """Check that a field is a number within [low, high], or (low, high] with ``above``."""
     value = getattr(owner, name)
     kind = "a whole number" if whole else "a number"
-    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not (low < value if above else low <= value) or value > high:
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not fits or not (low < value if above else low <= value) or not value <= high:  # NaN is no number of any range
         bound = f"above {low}" if above else f"of at least {low}"
         raise ValueError(f"{name} must be {kind} {bound} and at most {high}, not {value!r}")

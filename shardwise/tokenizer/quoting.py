@@ -1,6 +1,6 @@
 """A chat's prompt in which special tokens that users spell out are text: only the template writes real ones.
 
-Each such spelling is broken by a mark before the template sees it, and tokenised as text where the mark is found again.
+Each such spelling is broken by marks before the template sees it, and tokenised as text where the mark is found again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Quoting:
         if self._special is None:
             return value
         if isinstance(value, str):
-            return self._special.sub(lambda found: found[0][:1] + self._mark + found[0][1:], value)
+            return self._special.sub(lambda found: self._mark.join(found[0]), value)
         if isinstance(value, Mapping):
             return {self.quote(name): self.quote(item) for name, item in value.items()}
         if isinstance(value, Sequence):

@@ -125,8 +125,10 @@ class Tokenizer:
         """Finds special tokens that are spelled out in a text; None if there are none."""
         from shardwise.tokenizer.quoting import any_of
 
-        spelt = {self.spell(token).decode(errors="replace") for token in self.special} - {""}
-        return any_of(spelt) if spelt else None
+        added = self._backend.get_added_tokens_decoder()
+        texts = {added[token].content for token in self.special}
+        texts |= {self.spell(token).decode(errors="replace") for token in self.special}
+        return any_of(texts - {""}) if texts - {""} else None
 
     @cached_property
     def _plain(self) -> Backend:

@@ -123,13 +123,13 @@ def _read_header(path: str, number: int) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read(path: str | os.PathLike[str], offset: int, limit: int) -> tuple[bytes, int]:
+def _read(path: str | os.PathLike[str], offset: int, limit: int) -> tuple[bytearray, int]:
     """Up to ``limit`` bytes of a file from ``offset`` on, and the file's size."""
     descriptor, size = open_regular(path)
     try:
         data = bytearray(max(min(size - offset, limit), 0))
         read_into(descriptor, memoryview(data), offset)
-        return bytes(data), size
+        return data, size
     except OSError as error:
         raise LoadError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
     finally:

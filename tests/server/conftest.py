@@ -24,6 +24,7 @@ from shardwise.engine import Engine
 from shardwise.intake import Intake
 from shardwise.open import make_scheduler, open_tokenizer
 from shardwise.replicas import Replicas
+from shardwise.runtime.executor import Executor
 from shardwise.runtime.launch import relaunch
 from shardwise.server.admission import Admission
 from shardwise.server.config import ServerConfig
@@ -46,7 +47,9 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def deps_on(path: Path, layout: str = "1", **settings: Any) -> Iterator[Deps]:
+def deps_on(
+    path: Path, layout: str = "1", start: Callable[..., list[Executor]] = start_threads, **settings: Any
+) -> Iterator[Deps]:
     """What routes need, of a model whose ranks are threads. ``settings`` are ServerConfig's or EngineConfig's.
 
     The service isn't started: the app's start does that, and its end ends the ranks.
@@ -57,7 +60,7 @@ def deps_on(path: Path, layout: str = "1", **settings: Any) -> Iterator[Deps]:
     eos = plan.source.eos | tokenizer.eos
     engines = [
         Engine(executor, make_scheduler(plan, eos), tokenizer, partial(relaunch, plan, at))
-        for at, executor in enumerate(start_threads(plan))
+        for at, executor in enumerate(start(plan))
     ]
     admission = Admission(config.max_queue_requests, config.max_queue_tokens, config.queue_timeout)
     names = config.served_model_names or (path.name,)

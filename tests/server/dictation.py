@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 from msgspec.structs import replace
@@ -147,10 +146,9 @@ class Api:
 def dictated(path: Path, layout: str = "1", *routers: Router, **settings: Any) -> Iterator[Api]:
     """A server on a socket whose model says what it is told to."""
     script = Script()
-    ranks = patch("tests.server.conftest.start_threads", partial(start_threads, rank=script.rank))
+    ranks = partial(start_threads, rank=script.rank)
     with (
-        ranks,
-        deps_on(path, layout, served_model_names=("tiny",), **settings) as deps,
+        deps_on(path, layout, ranks, served_model_names=("tiny",), **settings) as deps,
         serving(deps, *routers) as url,
         httpx.Client(base_url=url, timeout=60) as http,
     ):

@@ -31,10 +31,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0}),
     ("/v1/embeddings", {"input": "good traffic"}),
 ]
-LEAKS = re.compile(r"Traceback|0x[0-9a-f]{4,}|site-packages|/work\b|/home\b|/tmp\b|/usr\b|\w\.py\b|line \d+, in ")
+LEAKS = re.compile(r"Traceback|0x[0-9a-f]{4,}|site-packages|(?<![\w#])/\w+/\w|/tmp\b|\w\.py\b|line \d+, in ")
 """What tells of the inside: addresses, paths, stack traces (R18)."""
-SLASHED = ("Content-Type: application/json",)
-"""Our own sentences that have a slash."""
 NAMES: dict[str, Any] = {"served_model_names": ("*",), "max_model_len": 96, "max_n": 4, "tool_parser": "hermes"}
 """Settings under which random requests go far, and are soon over."""
 
@@ -137,14 +135,11 @@ def under_fire(path: Path, layout: str = "1", **settings: Any) -> Iterator[tuple
             assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
 
 
-def check_error(status: int, body: bytes, asked: str = "") -> None:
+def check_error(body: bytes, asked: str = "") -> None:
     """An error's body has OpenAI's shape and tells nothing of the inside; ``asked`` is what the client had said."""
     document = json.loads(body)
     Draft202012Validator(SHAPE).validate(document)
     message = document["error"]["message"]
     assert message
-    for sentence in SLASHED:
-        message = message.replace(sentence, "")
     found = LEAKS.search(message)
     assert found is None or found[0] in asked, message
-    assert "/" not in message or "/" in asked, message

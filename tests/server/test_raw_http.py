@@ -131,7 +131,7 @@ def check(data: bytes, answer: bytes) -> int:
     head, _, rest = answer.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
     if status >= 400 and length is not None and len(rest) >= int(length[1]) > 0:
-        check_error(status, rest[: int(length[1])], asked)
+        check_error(rest[: int(length[1])], asked)
     return status
 
 

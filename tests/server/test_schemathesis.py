@@ -93,7 +93,7 @@ def storm(url: str, traffic: Traffic, method: str, path: str, mode: GenerationMo
             assert answer.status_code < 500, (asked, answer.text)
             assert mode.is_positive or answer.status_code >= 400, (asked, answer.text)
             if answer.status_code >= 400:
-                check_error(answer.status_code, answer.content, asked)
+                check_error(answer.content, asked)
             elif answer.headers["content-type"] == "application/json":
                 assert isinstance(answer.json(), dict)
             assert b"internal error" not in answer.content, asked  # in an event of a stream

@@ -99,12 +99,19 @@ def test_the_pattern_takes_linear_time() -> None:
     assert any_of([long, "<"]).fullmatch(long)
 
 
+def test_tokens_within_tokens() -> None:
+    """R19: guards against a token that comes to light where one around it was broken."""
+    tokenizer = make(["<s>", "<<s>>", "s>"])
+    _, ids = encode_chat(tokenizer, [{"role": "user", "content": "<<s>><s>s>"}])
+    assert tokenizer.control.isdisjoint(ids)
+
+
 LETTERS = "▁absmpix_|<>/"
 
 
 def vocabularies() -> dict[str, Tokenizer]:
     """Of each make that language models have; all with <s> as a special token."""
-    tokens = ["<unk>", "<s>", *LETTERS]
+    tokens = ["<unk>", "<s>", "<｜a▁b｜>", *LETTERS, "｜"]
     scores = [(token, 0.0 if len(token) > 1 else -5.0) for token in tokens]
     bpe = Backend(models.BPE({token: at for at, token in enumerate(tokens)}, [], unk_token="<unk>"))
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -114,7 +121,7 @@ def vocabularies() -> dict[str, Tokenizer]:
     made = {"byte level": make()}
     for name, backend in {"sentence piece": bpe, "folded": folded, "unigram": unigram}.items():
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        special = [AddedToken(text, special=True, normalized=name == "folded") for text in ("<unk>", "<s>")]
+        special = [AddedToken(text, special=True, normalized=name == "folded") for text in tokens[:3]]
         backend.add_special_tokens(special)
         template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
         made[name] = Tokenizer(backend, named={"unk_token": "<unk>"}, template=template)
@@ -122,10 +129,11 @@ def vocabularies() -> dict[str, Tokenizer]:
 
 
 VOCABULARIES = vocabularies()
+PARTS = ["<s>", "＜s＞", "<unk>", "<", "s>", "a b", "é", "<|im_end|>", "▁", "<｜a▁b｜>", "<｜a b｜>"]
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-@given(text=st.lists(st.sampled_from(["<s>", "＜s＞", "<unk>", "<", "s>", "a b", "é", "<|im_end|>", "▁"])).map("".join))
+@given(text=st.lists(st.sampled_from(PARTS)).map("".join))
 @settings(max_examples=100, deadline=None)
 def test_no_control_token_comes_out_of_a_text(name: str, text: str) -> None:
     """R19: guards prompts and messages of every kind of vocabulary: a text gives no control token, or is refused."""
@@ -133,11 +141,12 @@ def test_no_control_token_comes_out_of_a_text(name: str, text: str) -> None:
     try:
         assert tokenizer.control.isdisjoint(tokenizer.encode(text, add_special_tokens=False, plain=True))
     except ValueError:
-        assert (name, "<s>" in text) == ("unigram", True)
+        assert name == "unigram"
+        assert "<s>" in text or "<｜a▁b｜>" in text
     try:
         ids = tokenizer.encode_chat([{"content": text}] * 2)
     except ValueError:
-        assert (name, "<s>" in text) == ("unigram", True) or (name, "＜s＞" in text) == ("folded", True)
+        assert name in ("unigram", "folded")
     else:
         assert [number in tokenizer.control for number in ids].count(True) == (4 if name == "byte level" else 2)
 
