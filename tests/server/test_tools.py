@@ -175,9 +175,10 @@ def test_calls_or_json(api: Api) -> None:
     """Guards against a response_format that rules out calls, or is forgotten because of tools."""
     shape = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": shape}}
-    message = told(api, response_format=format_, max_tokens=300)["message"]
+    choice = told(api, response_format=format_, max_tokens=300)
+    message = choice["message"]
     if "tool_calls" in message:
-        assert message["content"] is None
+        assert message["content"] is None or choice["finish_reason"] == "length"  # what is cut off is no call
     else:
         assert json.loads(message["content"])["a"] in (1, 2)
     api.say('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
