@@ -32,6 +32,9 @@ def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
 
 
 def executors(llm: LLM) -> list[ProcessExecutor]:
+    """With their ranks up, whatever came before."""
+    while not all(engine.ready for engine in llm._replicas.engines):
+        llm._replicas.step()
     return [engine.executor for engine in llm._replicas.engines]  # type: ignore[misc]
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,13 +82,22 @@ class Refusal(Exception):
         self.status, self.wait = status, wait
 
 
+class Unanswered(Exception):
+    """The connection ended before there was an answer: the request was not accepted."""
+
+
 Answer = list[tuple[list[int], str | None]]
 """Of each continuation, its tokens and finish reason."""
 
 
 async def ask(client: httpx.AsyncClient, what: Ask, tally: Tally | None = None) -> Answer:
-    """Send one request. Raises Refusal, and AssertionError for what breaks the protocol."""
-    async with client.stream("POST", "/v1/completions", json=what.body, timeout=TIMEOUT) as response:
+    """Send one request. Raises Refusal, Unanswered, and AssertionError for what breaks the protocol."""
+    request = client.build_request("POST", "/v1/completions", json=what.body, timeout=TIMEOUT)
+    try:
+        response = await client.send(request, stream=True)
+    except httpx.TransportError as error:
+        raise Unanswered(repr(error)) from error
+    async with aclosing(response):
         if response.status_code in (429, 503):
             await response.aread()
             wait = int(response.headers["Retry-After"])
@@ -161,7 +171,7 @@ class Load:
                 self.tally.refused[refusal.status] += 1
                 await asyncio.sleep(refusal.wait)
                 continue
-            except (AssertionError, httpx.HTTPError, KeyError, ValueError) as error:
+            except (AssertionError, Unanswered, httpx.HTTPError, KeyError, ValueError) as error:
                 self.tally.wrong.append(f"{type(error).__name__}: {error} for {what}")
                 continue
             self.tally.ended += 1

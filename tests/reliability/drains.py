@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.reliability.clients import Answer, Ask, Refusal, ask, asks, rights
+from tests.reliability.clients import Answer, Ask, Refusal, Unanswered, ask, asks, rights
 from tests.reliability.server import serve
 
 
@@ -20,7 +20,7 @@ async def drain_often(model: str | Path, layout: str, count: int, *, clients: in
     what = asks(16, 40, seed)
     right: dict[Ask, Answer] = {}
     wrong: list[str] = []
-    ended = refused = 0
+    ended = refused = unanswered = 0
     for number in range(count):
         with serve(model, "--layout", layout) as process:
             url = process.url()
@@ -29,13 +29,14 @@ async def drain_often(model: str | Path, layout: str, count: int, *, clients: in
                 tasks = {asyncio.ensure_future(ask(client, each)): each for each in rng.choices(what, k=clients)}
                 await asyncio.sleep(rng.uniform(0.0, 0.3))
                 process.send(signal.SIGTERM)
-                late = {asyncio.ensure_future(ask(client, each)): each for each in rng.choices(what, k=2)}
-                tasks |= late
+                tasks |= {asyncio.ensure_future(ask(client, each)): each for each in rng.choices(what, k=2)}
                 await asyncio.wait(tasks, timeout=60)
                 for task, each in tasks.items():
                     error = task.exception() if task.done() else TimeoutError("it hangs")
-                    if isinstance(error, Refusal) or (task in late and isinstance(error, httpx.ConnectError)):
+                    if isinstance(error, Refusal):
                         refused += 1
+                    elif isinstance(error, Unanswered):  # it came when the listener was about to close
+                        unanswered += 1
                     elif error is not None:
                         wrong.append(f"drain {number}: {error!r} for {each}")
                     elif task.result() != right[each]:
@@ -45,4 +46,11 @@ async def drain_often(model: str | Path, layout: str, count: int, *, clients: in
             code = await asyncio.to_thread(process.end, 30)
             if code != 0:
                 wrong.append(f"drain {number}: exit code {code}")
-    return {"layout": layout, "drains": count, "ended": ended, "refused": refused, "wrong": wrong}
+    return {
+        "layout": layout,
+        "drains": count,
+        "ended": ended,
+        "refused": refused,
+        "unanswered": unanswered,
+        "wrong": wrong,
+    }

@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import fields
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from shardwise.intake import Intake
 from shardwise.open import make_scheduler, open_tokenizer
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor
-from shardwise.runtime.launch import relaunch
 from shardwise.server.admission import Admission
 from shardwise.server.config import ServerConfig
 from shardwise.server.deps import Deps
@@ -58,9 +56,9 @@ def deps_on(
     plan = plan_of(path, layout, **{"kv_tokens": 4096, **{k: v for k, v in settings.items() if k not in SERVER}})
     tokenizer = open_tokenizer(plan.source)
     eos = plan.source.eos | tokenizer.eos
+    one = replace(plan, engine=replace(plan.engine, layout=replace(plan.engine.layout, dp=1)))
     engines = [
-        Engine(executor, make_scheduler(plan, eos), tokenizer, partial(relaunch, plan, at))
-        for at, executor in enumerate(start(plan))
+        Engine(executor, make_scheduler(plan, eos), tokenizer, lambda failed: start(one)[0]) for executor in start(plan)
     ]
     admission = Admission(config.max_queue_requests, config.max_queue_tokens, config.queue_timeout)
     names = config.served_model_names or (path.name,)

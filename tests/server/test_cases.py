@@ -270,15 +270,10 @@ def test_a_request_that_breaks_the_forward_pass(text_model: Path, single: Api, l
     def start(plan: RunPlan) -> list[Executor]:
         return start_threads(plan, rank=Poisoned)
 
-    def again(plan: RunPlan, replica: int, failed: Executor) -> Executor:
-        failed.close()
-        return start(plan)[replica]
-
     bodies = [{**PLAIN, "prompt": f"mate {number}", "max_tokens": 60} for number in range(6)]
     expected = [choices(single, **body) for body in bodies]
     with (
         patch("tests.server.dictation.Script.rank", lambda _, *place: Poisoned(*place)),
-        patch("tests.server.conftest.relaunch", again),
         dictated(text_model, layout) as api,
         ThreadPoolExecutor(9) as pool,
     ):
