@@ -64,14 +64,9 @@ async def soak(model: str | Path, layout: str, count: int, *, clients: int = 16,
         held = {"descriptors": front.num_fds(), "threads": front.num_threads()}
     late = [sample for sample in samples if sample[0] >= count / 4]
     slopes = {name: round(slope([(n, sizes[name]) for n, sizes in late]), 1) for name in late[0][1]}
-    return {
-        "layout": layout,
-        "requests": count,
-        "bytes_per_request": slopes,
-        "statuses": statuses,
-        **held,
-        "wrong": wrong,
-    }
+    front = [round(sizes["front"] / 2**20, 1) for _, sizes in samples][:: len(samples) // 10 or 1]
+    found = {"layout": layout, "requests": count, "bytes_per_request": slopes, "front_mb": front, "statuses": statuses}
+    return {**found, **held, "wrong": wrong}
 
 
 async def _send(client: httpx.AsyncClient, number: int, rng: random.Random) -> int:
