@@ -63,6 +63,6 @@ def test_overload(model: Path) -> None:
 @pytest.mark.timeout(900)
 def test_memory_stays_flat(model: Path) -> None:
     """R35, F27: guards against anything kept of requests that are done: in the front, in a rank, in descriptors."""
-    report = asyncio.run(soak(model, "tp2", 3000))
+    report = asyncio.run(soak(model, "tp2", 10_000))
     assert not report["wrong"], report
-    assert max(report["bytes_per_request"].values()) < 400, report
+    assert max(report["bytes_per_request"].values()) < 300, report
