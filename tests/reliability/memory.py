@@ -20,7 +20,11 @@ def body(number: int, rng: random.Random) -> dict[str, Any]:
 
     Prompts are of few words: tokenizers remembers 10,000, some 650 bytes each, and that would take long to fill.
     """
-    made: dict[str, Any] = {"model": "m", "prompt": f"request {rng.randrange(500)} of many", "max_tokens": rng.randint(1, 12)}
+    made: dict[str, Any] = {
+        "model": "m",
+        "prompt": f"request {rng.randrange(500)} of many",
+        "max_tokens": rng.randint(1, 12),
+    }
     return (
         made
         | [
