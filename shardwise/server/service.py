@@ -208,7 +208,9 @@ class Service:
                 self._command(number)
         stream.places.clear()
         self.admission.leave(stream.ticket, len(stream.prepared.tokens) * stream.ticket.parts + stream.num_tokens)
-        stream.ticket.stream = None  # else they would keep each other, and what is compiled for them, until a collection
+        stream.ticket.stream = (
+            None  # else they would keep each other, and what is compiled for them, until a collection
+        )
         self.metrics.ended(stream)
         if not self._streams:
             self._empty.set()
