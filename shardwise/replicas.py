@@ -110,6 +110,7 @@ class Replicas:
                 if len(self.engines) == 1:
                     raise
                 self.engines.remove(engine)
+                engine.executor.close()
             others = [other for other in self.engines if other.ready and other is not engine]
             if others and (engine.lost or not failure.own):
                 for number in [number for number, home in self._home.items() if home is engine]:
