@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
 
 from shardwise.runtime.executor import Figures, RankFailure, Signal
+from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.step import Chunk, Step, StepResult
 
 
@@ -62,3 +64,20 @@ class Letters:
 
     def spell(self, number: int) -> bytes:
         return chr(number).encode()
+
+
+def small_scheduler(**settings: Any) -> Scheduler:
+    """Of a few blocks and short steps, for tokens that are characters; ``settings`` replace its own."""
+    chosen = {
+        "num_blocks": 32,
+        "max_model_len": 200,
+        "max_batch_tokens": 64,
+        "max_chunk": 64,
+        "max_num_seqs": 16,
+        "num_in_flight": 1,
+        "prefix_cache": True,
+        "eos": frozenset({0}),
+        "vocab_size": 0x20000,
+        "secret": b"test",
+    }
+    return Scheduler(**{**chosen, **settings})

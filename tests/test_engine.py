@@ -12,9 +12,8 @@ from shardwise.engine import Engine, Output
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import RankFailure
-from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
-from tests.fakes import Letters, ScriptedExecutor
+from tests.fakes import Letters, ScriptedExecutor, small_scheduler
 
 PROMPT = (80, 81, 82)
 
@@ -26,20 +25,7 @@ def spelled(text: str) -> Callable[[int, int], int]:
 
 def make(script: Callable[[int, int], int], **settings: Any) -> Engine:
     fail_at = settings.pop("fail_at", None)
-    chosen = {
-        "num_blocks": 32,
-        "max_model_len": 200,
-        "max_batch_tokens": 64,
-        "max_chunk": 64,
-        "max_num_seqs": 16,
-        "num_in_flight": 1,
-        "prefix_cache": True,
-        "eos": frozenset({0}),
-        "vocab_size": 0x20000,
-        "secret": b"test",
-        **settings,
-    }
-    return Engine(ScriptedExecutor(script, fail_at), Scheduler(**chosen), Letters())  # type: ignore[arg-type]
+    return Engine(ScriptedExecutor(script, fail_at), small_scheduler(**settings), Letters())  # type: ignore[arg-type]
 
 
 def ask(number: int = 0, prompt: tuple[int, ...] = PROMPT, **params: Any) -> Request:

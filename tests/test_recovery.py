@@ -14,10 +14,9 @@ from shardwise.engine import Engine, Output
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor, RankFailure
-from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
 from shardwise.schedule.step import Step, StepResult
-from tests.fakes import Letters, ScriptedExecutor
+from tests.fakes import Letters, ScriptedExecutor, small_scheduler
 
 KILLED = RankFailure(1, "was killed by SIGKILL")
 RAISED = RankFailure(1, "ValueError: no", "ValueError", own=True)
@@ -56,22 +55,10 @@ def make(
     looks: int = 0,
     **settings: Any,
 ) -> Engine:
-    chosen = {
-        "num_blocks": 24,
-        "max_model_len": 200,
-        "max_batch_tokens": 32,
-        "max_chunk": 16,
-        "max_num_seqs": 8,
-        "num_in_flight": 1,
-        "prefix_cache": True,
-        "eos": frozenset({0}),
-        "vocab_size": 0x20000,
-        "secret": b"test",
-        **settings,
-    }
+    tight = {"num_blocks": 24, "max_batch_tokens": 32, "max_chunk": 16, "max_num_seqs": 8}
     executor = Fragile(wound)
     again = restart or (lambda failed: failed.close() or Fragile(wound, looks))  # type: ignore[func-returns-value]
-    return Engine(executor, Scheduler(**chosen), Letters(), again)  # type: ignore[arg-type]
+    return Engine(executor, small_scheduler(**{**tight, **settings}), Letters(), again)  # type: ignore[arg-type]
 
 
 def requests(count: int = 12) -> list[Request]:

@@ -15,12 +15,11 @@ from shardwise.engine import Engine
 from shardwise.intake import Prepared
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
-from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
 from shardwise.server.admission import Admission, Refused
 from shardwise.server.metrics import Metrics, resident_bytes
 from shardwise.server.service import Service, Stream
-from tests.fakes import Letters, ScriptedExecutor
+from tests.fakes import Letters, ScriptedExecutor, small_scheduler
 
 PROMPT = tuple(range(65, 105))
 """Two whole blocks, and some."""
@@ -38,24 +37,11 @@ def repeating(request: int, position: int) -> int:
 
 
 def engine_of(script: Callable[[int, int], int], fail_at: int | None = None, **settings: Any) -> Engine:
-    chosen = {
-        "num_blocks": 64,
-        "max_model_len": 200,
-        "max_batch_tokens": 64,
-        "max_chunk": 64,
-        "max_num_seqs": 16,
-        "num_in_flight": 1,
-        "prefix_cache": True,
-        "eos": frozenset({0}),
-        "vocab_size": 0x20000,
-        "secret": b"test",
-        **settings,
-    }
     executor = ScriptedExecutor(script, fail_at)
     executor.figures = [{"bytes_read": 1}]
     again = ScriptedExecutor(script)
     again.figures = executor.figures
-    return Engine(executor, Scheduler(**chosen), Letters(), lambda _: again)  # type: ignore[arg-type]
+    return Engine(executor, small_scheduler(**{"num_blocks": 64, **settings}), Letters(), lambda _: again)  # type: ignore[arg-type]
 
 
 class Clock:
