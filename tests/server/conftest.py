@@ -149,6 +149,16 @@ def serving(deps: Deps, *routers: Router) -> Iterator[str]:
             assert not thread.is_alive()
 
 
+def client_of(url: str) -> httpx.Client:
+    """A client for many threads.
+
+    It keeps every connection: httpx closes surplus and old ones that are idle, and one that another thread has just
+    been given is still idle to it.
+    """
+    every = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+    return httpx.Client(base_url=url, timeout=60, limits=every)
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     """Wait until it holds; AssertionError if that takes too long."""
     deadline = time.monotonic() + seconds

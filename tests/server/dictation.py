@@ -22,7 +22,7 @@ from shardwise.schedule.step import Step, StepResult
 from shardwise.server.deps import Deps
 from tests import tiny
 from tests.harness import start_threads
-from tests.server.conftest import Router, deps_on, serving
+from tests.server.conftest import Router, client_of, deps_on, serving
 
 END = 258
 TEMPLATE = (
@@ -150,7 +150,7 @@ def dictated(path: Path, layout: str = "1", *routers: Router, **settings: Any) -
     with (
         deps_on(path, layout, ranks, served_model_names=("tiny",), **settings) as deps,
         serving(deps, *routers) as url,
-        httpx.Client(base_url=url, timeout=60) as http,
+        client_of(url) as http,
     ):
         api = Api(deps, script, http, url)
         yield api

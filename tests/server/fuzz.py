@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from jsonschema import Draft202012Validator
 
 from shardwise.server.app import create_app
@@ -20,7 +19,7 @@ from shardwise.server.deps import Deps
 from shardwise.server.errors import SHAPE
 from shardwise.server.listener import Listener
 from shardwise.server.port import bind
-from tests.server.conftest import deps_on, wait_for
+from tests.server.conftest import client_of, deps_on, wait_for
 
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "good traffic", "max_tokens": 12, "seed": 5}),
@@ -76,7 +75,7 @@ class Traffic:
         self.num_right = 0
         self.slowest = 0.0
         self._url = url
-        self._http = httpx.Client(base_url=url, timeout=30)
+        self._http = client_of(url)
         self._expected = [self._ask(at) for at in range(len(GOOD))]
         self._wrong: list[object] = []
         self._stop = threading.Event()

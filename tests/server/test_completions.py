@@ -21,7 +21,7 @@ from shardwise.schedule.sequence import News
 from shardwise.server import completions, tokens
 from shardwise.server.deps import Deps
 from tests.harness import threaded_llm
-from tests.server.conftest import deps_on, serving, wait_for
+from tests.server.conftest import client_of, deps_on, serving, wait_for
 
 ROUTES = completions.router, tokens.router
 LAYOUTS = ["1", "tp2", "pp2"]
@@ -92,7 +92,7 @@ class server:  # noqa: N801
     def __enter__(self) -> Api:
         deps = self._deps.__enter__()
         self._serving = serving(deps, *ROUTES)
-        self._http = httpx.Client(base_url=self._serving.__enter__(), timeout=60)
+        self._http = client_of(self._serving.__enter__())
         return Api(deps, self._http)
 
     def __exit__(self, *error: Any) -> None:

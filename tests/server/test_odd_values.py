@@ -77,7 +77,7 @@ def test_odd_numbers(fire: tuple[str, Traffic]) -> None:
     """F11: guards against a number that divides by nothing or is infinite further on: each in each field."""
     url, traffic = fire
     numbers = [value for value in ODD if isinstance(value, int | float)]
-    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as pool:
+    with client_of(url) as http, ThreadPoolExecutor(8) as pool:
         route = "/v1/completions"
         bodies = [{"temperature": 1, name: value} for name in fields_of(http)[route] for value in numbers]
         statuses = Counter(pool.map(lambda body: send(http, route, body), bodies))
@@ -105,7 +105,7 @@ def fields_of(http: httpx.Client) -> dict[str, list[str]]:
 
 def storm(url: str, traffic: Traffic, count: int) -> None:
     """Valid bodies of which one to three fields have odd values, 8 at once."""
-    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as pool:
+    with client_of(url) as http, ThreadPoolExecutor(8) as pool:
         fields = fields_of(http)
 
         def one(number: int) -> int:

@@ -27,7 +27,7 @@ from shardwise.server.admission import Admission
 from shardwise.server.deps import MAX_COMPILING, Deps
 from shardwise.server.metrics import Metrics
 from shardwise.server.service import Service
-from tests.server.conftest import deps_on, serving, wait_for
+from tests.server.conftest import client_of, deps_on, serving, wait_for
 from tests.server.stage import Ranks, Stage
 from tests.server.test_serve import serve
 from tests.tiny import save_text_model
@@ -62,7 +62,7 @@ class server:  # noqa: N801
     def __enter__(self) -> Api:
         deps = self._deps.__enter__()
         self._serving = serving(deps)
-        self._http = httpx.Client(base_url=self._serving.__enter__(), timeout=60)
+        self._http = client_of(self._serving.__enter__())
         return Api(deps, self._http)
 
     def __exit__(self, *error: Any) -> None:

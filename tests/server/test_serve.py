@@ -83,10 +83,17 @@ class Process:
 
 def gone(family: list[psutil.Process], seconds: float) -> None:
     """None of them may be left after so long, nor any shared memory with their number in its name."""
-    _, alive = psutil.wait_procs(family, seconds)
-    assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    wait_for(lambda: not any(map(_lives, family)), seconds)
     left = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
     assert not [name for name in left if any(str(process.pid) in name for process in family)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie doesn't: it only waits for whoever adopted it to take notice, which may take seconds."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from shardwise.server import tokens
-from tests.server.conftest import deps_on, serving
+from tests.server.conftest import client_of, deps_on, serving
 from tests.tiny import ALPHABET
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
@@ -30,7 +30,7 @@ def http(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with (
         deps_on(path, served_model_names=("tiny",)) as deps,
         serving(deps, tokens.router) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        client_of(url) as client,
     ):
         yield client
 
