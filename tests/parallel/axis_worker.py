@@ -36,6 +36,11 @@ class Player:
         return {}
 
     def gloo(self, tp: int, pp: int, timeout: float) -> None:
+        """Leave the group there is, once every rank is done with it, and join another."""
+        if "gloo" in self.axes:
+            for axis in self.axes["shm"]:
+                axis.all_gather(torch.zeros(1), [1] * axis.size)
+            self.axes["gloo"][0].close()
         self.rounds += 1
         meeting = f"file://{self.meetings}/{self.rounds}"
         rank = self.spec.rank
@@ -49,7 +54,6 @@ class Player:
                 if axis.size > 1:
                     list(scenarios.ALL.values())[scenario](axis)
         elif scenario == len(scenarios.ALL):  # leave the group and make one line of all
-            self.axes["gloo"][0].close()
             self.gloo(self.spec.tp * self.spec.pp, 1, 20.0)
         else:
             said = self.wait_in_vain(transport)
@@ -58,7 +62,6 @@ class Player:
 
     def wait_in_vain(self, transport: str) -> bytes:
         if transport == "gloo":
-            self.axes["gloo"][0].close()
             self.gloo(self.spec.tp, self.spec.pp, 0.5)
         tp, _ = self.axes[transport]
         if tp.rank != 0:
