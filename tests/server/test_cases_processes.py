@@ -117,7 +117,7 @@ def test_kills(text_model: Path, layout: str) -> None:
             reading = Reading(process, **asked)
             kill(url, ranks_of(process)[at])
             assert texts_of(reading.result()) == right
-            wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+            wait_for(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 200)
         wait_for(lambda: idle(process))
         reading = Reading(process, **asked)
         family = process.family()

@@ -37,10 +37,10 @@ def test_the_python_of_the_page_runs(url: str, capsys: pytest.CaptureFixture[str
 def test_the_names_of_the_page_are_real(url: str) -> None:
     """Guards operators from a route or a metric that there isn't, and from one that is not told of."""
     routes = set(re.findall(r"`(/[a-z0-9/_]+)`", PAGE))
-    known = set(httpx.get(f"{url}/openapi.json").json()["paths"]) - {"/v1/models/{model}"}
+    known = set(httpx.get(f"{url}/openapi.json", timeout=60).json()["paths"]) - {"/v1/models/{model}"}
     assert known <= routes <= known | {"/openapi.json", "/help"}
     table = PAGE.partition("`shardwise_…`")[2].partition("\n\n")[0]
     told = set(re.findall(r"`([a-z0-9_]+)(?:\{\w+\})?`", table))
-    page = httpx.get(f"{url}/metrics").text
+    page = httpx.get(f"{url}/metrics", timeout=60).text
     families = re.findall(r"^# TYPE shardwise_(\w+) (\w+)$", page, re.MULTILINE)
     assert told == {name for name, _ in families}

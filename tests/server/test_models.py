@@ -46,7 +46,7 @@ def test_served_names(text_model: Path, names: tuple[str, ...]) -> None:
 def test_a_model_by_its_own_name(text_model: Path) -> None:
     """Guards against a server without a name for its model."""
     with deps_on(text_model) as deps, serving(deps, models.router) as url:
-        (card,) = httpx.get(f"{url}/v1/models").json()["data"]
+        (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
     assert card == {
         "id": text_model.name,
         "object": "model",

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.conftest import client_of
 from tests.server.dictation import save_chat_model
 from tests.server.fuzz import Traffic, check_error, under_fire
 

@@ -145,7 +145,7 @@ def test_a_model_that_is_cut_short_while_it_serves(tmp_path: Path) -> None:
         for file in model.iterdir():
             os.truncate(file, 10)
         assert httpx.post(url + COMPLETIONS, json={**asked, "seed": 1}, timeout=60).json()["choices"] == expected
-        assert httpx.get(f"{url}/health").json()["status"] == "ok"
+        assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "ok"
 
 
 # What users spell
