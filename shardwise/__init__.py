@@ -10,6 +10,8 @@ from shardwise.params import SamplingParams
 if TYPE_CHECKING:
     from shardwise.engine import Output
     from shardwise.llm import LLM
+    from shardwise.mapping.config import Place
+    from shardwise.mapping.job import Mapped, map
     from shardwise.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
@@ -19,16 +21,24 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Layout",
+    "Mapped",
     "Output",
+    "Place",
     "RequestOutput",
     "SamplingParams",
     "Speculation",
     "__version__",
+    "map",
 ]
+_MAPPING = ("Mapped", "Place", "map")
 
 
 def __getattr__(name: str) -> Any:
     """Import the engine when it is first asked for: ranks and ``--help`` start without it."""
+    if name in _MAPPING:
+        from shardwise.mapping import job
+
+        return getattr(job, name)
     if name in __all__:
         from shardwise import llm
 

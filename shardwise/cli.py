@@ -1,4 +1,4 @@
-"""The command line: generate, verify, inspect, serve, chat. Talks to people, and with --json to machines."""
+"""The command line, from generate and serve to convert and eval. Talks to people, and with --json to machines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.convert.command import convert_checkpoint
+from shardwise.evaluation import evaluation
+from shardwise.mapping.command import map_inputs
 from shardwise.options import (
     BatchTokensOption,
     CacheOption,
@@ -25,6 +28,7 @@ from shardwise.options import (
     LayoutOption,
     ModelOption,
     PrefixOption,
+    QuantizeOption,
     SequencesOption,
     SpeculateOption,
     SplitOption,
@@ -33,6 +37,7 @@ from shardwise.options import (
     engine_settings,
     given_in,
     numbers,
+    quantization,
 )
 from shardwise.params import SamplingParams
 from shardwise.progress import status
@@ -120,6 +125,7 @@ def generate(
     input: Annotated[Path | None, typer.Option(help="JSON lines with prompt or messages, and sampling fields.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON lines, one per input line, in order.")] = None,
     dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = None,
     device: DeviceOption = "auto",
     kernels: KernelsOption = "auto",
     threads: ThreadsOption = None,
@@ -159,6 +165,7 @@ def verify(
     model: ModelOption = "smollm2",
     layouts: Annotated[str, typer.Option(help="Layouts to compare, separated by commas.")] = "1,tp2,pp2",
     dtype: DtypeOption = "float32",
+    quantize: QuantizeOption = None,
     device: DeviceOption = "auto",
     batches: Annotated[str, typer.Option(help="How many prompts run together.")] = "1,4,12",
     chunks: Annotated[str, typer.Option(help="Prefill chunk sizes, in tokens.")] = "1,7,64,512",
@@ -178,7 +185,8 @@ def verify(
         sizes = numbers("batches", batches, int) or ()
         steps = numbers("chunks", chunks, int) or ()
         with status("verifying") as say:
-            report = verify_layouts(model, named, sizes, steps, max_tokens, tolerance, say, dtype=dtype, device=device)
+            how = {"dtype": dtype, "quantize": quantization(quantize), "device": device}
+            report = verify_layouts(model, named, sizes, steps, max_tokens, tolerance, say, **how)
     if as_json:
         print(json.dumps(report.document()))
     else:
@@ -191,6 +199,7 @@ def inspect(
     model: Annotated[str, typer.Argument(help="Alias, Hugging Face directory, .gguf file or hub id.")],
     layout: LayoutOption = "1",
     dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = None,
     device: DeviceOption = "auto",
     split: SplitOption = None,
     stages: StagesOption = None,
@@ -203,6 +212,7 @@ def inspect(
     engine = EngineConfig(
         layout=Layout.parse(layout),
         dtype=dtype,
+        quantize=quantization(quantize),
         device=device,
         split=numbers("split", split, float),
         stages=numbers("stages", stages, int),
@@ -215,8 +225,11 @@ def inspect(
         show(document)
 
 
+app.command("convert")(convert_checkpoint)
+app.add_typer(evaluation, name="eval")
 app.command()(serve)
 app.command()(chat)
+app.command("map")(map_inputs)
 
 
 def _text(option: str, file: Path) -> str:

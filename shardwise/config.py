@@ -1,4 +1,4 @@
-"""How a model is run, checked when it is said: layouts, speculation, engine settings.
+"""How a model is run, checked when it is said: layouts, quantisation, speculation, engine settings.
 
 Knows nothing of models, processes or tensors; anyone may import it.
 """
@@ -76,6 +76,40 @@ class Layout:
         return Coordinates(dp=rank // self.replica_size, tp=rank % self.tp, pp=rank % self.replica_size // self.tp)
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """Whole numbers of 8 or 4 ``bits`` in place of a matrix's own, which share a scale in runs of ``group`` inputs.
+
+    A group of None is a whole row, that is one scale for each output.
+    """
+
+    bits: int
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"quantize: bits must be 8 or 4, not {self.bits!r}")
+        group = self.group
+        if group is not None and (not isinstance(group, int) or isinstance(group, bool) or not 8 <= group <= 2**20):
+            raise ValueError(f"quantize: group must be a whole number from 8 to {2**20}, not {group!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Quantization:
+        """Read ``"int8"``, of whole rows, ``"int4"``, in groups of 32, or either with another ``,group=G``.
+
+        Raises ValueError naming the part that is wrong.
+        """
+        kind, *rest = (part.strip() for part in text.split(","))
+        bits = {"int8": 8, "int4": 4}.get(kind)
+        sizes = [part.removeprefix("group=") for part in rest if re.fullmatch(r"group=[0-9]{1,9}", part)]
+        if bits is None or len(rest) > 1 or len(sizes) < len(rest):
+            raise ValueError(f"quantize: {text!r} is not int8 or int4, either with ,group=G such as int4,group=64")
+        return cls(bits, int(sizes[0]) if sizes else 32 if bits == 4 else None)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" + (f",group={self.group}" if self.group is not None else "")
+
+
 SPECULATORS = ("draft", "ngram", "self")
 ACCEPTS = ("coupled", "optimal")
 MAX_DRAFTS = 16
@@ -87,7 +121,8 @@ class Speculation:
 
     ``kind`` is "draft" (a smaller ``model`` of the same vocabulary), "ngram" (what followed the last few tokens when
     they stood in the text before: prompt lookup) or "self": the model's own first ``layers``, or its own weights
-    rounded to ``dtype``. ``k`` is the number of drafts of each round; None adapts it to what is accepted, down to none.
+    rounded to ``dtype`` or to whole numbers (``quantize``). ``k`` is the number of drafts of each round; None adapts it
+    to what is accepted, down to none.
 
     ``accept`` "coupled" takes a draft exactly when it is the token that the model draws there, so tokens are those of a
     run without speculation (Daliri, Musco and Suresh, 2024). "optimal" is rejection sampling (Leviathan et al. 2023,
@@ -100,6 +135,7 @@ class Speculation:
     accept: str = "coupled"
     layers: int | None = None
     dtype: str | None = None
+    quantize: Quantization | None = None
     min_match: int = 2
     """Shortest run of last tokens that "ngram" looks up, and the longest, which is tried first."""
     max_match: int = 4
@@ -117,8 +153,10 @@ class Speculation:
                 raise ValueError(f"speculate: {name} must be a whole number from 1 to {most}, not {value!r}")
         if self.min_match > self.max_match:
             raise ValueError(f"speculate: min_match {self.min_match} is more than max_match {self.max_match}")
-        if self.layers is not None and (self.kind != "self" or self.dtype is not None):
-            raise ValueError("speculate: layers is for self, and is given in place of dtype")
+        if self.layers is not None and (self.kind != "self" or self.dtype is not None or self.quantize is not None):
+            raise ValueError("speculate: layers is for self, and is given in place of dtype or quantize")
+        if self.quantize is not None and (self.kind == "ngram" or (self.kind == "self" and self.dtype is not None)):
+            raise ValueError("speculate: quantize is for draft, or for self in place of dtype")
         if self.dtype is not None and (self.kind == "ngram" or self.dtype not in DTYPES[1:]):
             raise ValueError(f"speculate: dtype is for draft and self, one of {', '.join(DTYPES[1:])}")
 
@@ -133,15 +171,19 @@ class Speculation:
         values: dict[str, Any] = {"kind": kind.strip(), "model": model if given else None}
         for part in rest:
             name, given, value = (piece.strip() for piece in part.partition("="))
-            if name not in ("k", "accept", "layers", "dtype", "min_match", "max_match") or not given or name in values:
+            names = ("k", "accept", "layers", "dtype", "quantize", "group", "min_match", "max_match")
+            if name not in names or not given or name in values or (name == "group" and "quantize" not in values):
                 raise ValueError(
-                    f"speculate: {part.strip()!r} is not one of k, accept, layers, dtype, min_match, max_match, each "
-                    "once and as name=value; for example draft=MODEL,k=auto or ngram or self,layers=8"
+                    f"speculate: {part.strip()!r} is not one of {', '.join(names)} (group after quantize), each once "
+                    "and as name=value; for example draft=MODEL,k=auto or ngram or self,layers=8 or self,quantize=int4"
                 )
-            number = name not in ("accept", "dtype")
+            number = name not in ("accept", "dtype", "quantize")
             if number and not (value.isdecimal() or (name == "k" and value == "auto")):
                 raise ValueError(f"speculate: {name} must be a whole number, not {value!r}")
             values[name] = None if value == "auto" else int(value) if number else value
+        if "quantize" in values:
+            group = f",group={values.pop('group')}" if "group" in values else ""
+            values["quantize"] = Quantization.parse(values["quantize"] + group)
         return cls(**values)
 
 
@@ -151,6 +193,8 @@ class EngineConfig:
 
     layout: Layout = field(default_factory=Layout)
     dtype: str = "auto"
+    quantize: Quantization | None = None
+    """None: as the checkpoint is."""
     device: str = "auto"
     kernels: str = "auto"
     transport: str = "auto"

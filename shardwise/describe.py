@@ -24,6 +24,7 @@ def describe(model: str, engine: EngineConfig) -> Document:
         "layout": str(engine.layout),
         "world_size": engine.layout.world_size,
         "dtype": plan.dtype,
+        "quantize": str(plan.quantize) if plan.quantize is not None else None,
         "device": plan.device,
         "max_model_len": plan.max_model_len,
         "kv_tokens": plan.num_blocks * BLOCK,
@@ -37,6 +38,7 @@ def describe(model: str, engine: EngineConfig) -> Document:
                 "heads": list(rank.shard.heads),
                 "kv_heads": list(rank.shard.kv_heads),
                 "mlp": list(rank.shard.mlp),
+                "experts": list(rank.shard.experts(source.config.intermediate_size)) if source.config.experts else None,
                 "vocabulary": list(rank.shard.vocab),
                 "parameters": rank.parameters,
                 "weight_bytes": rank.weight_bytes,
@@ -52,6 +54,7 @@ def _draft(draft: DraftPlan) -> Document:
     return {
         "model": draft.source.resolved.source if draft.source is not None else None,
         "dtype": draft.dtype,
+        "quantize": str(draft.quantize) if draft.quantize is not None else None,
         "max_len": draft.max_len,
         "ranks": [
             {
@@ -76,7 +79,8 @@ def show(document: Document) -> None:
     for name, value in document["config"].items():
         numbers.add_row(name, str(value))
     console.print(numbers)
-    ranks = Table(title=f"layout {document['layout']} · {document['dtype']} on {document['device']} · one replica")
+    weights = document["quantize"] or document["dtype"]
+    ranks = Table(title=f"layout {document['layout']} · {weights} on {document['device']} · one replica")
     sizes = ("parameters", "weights", "kv per token")
     for column in ("rank", "tp", "pp", "layers", "heads", "kv heads", *sizes):
         ranks.add_column(column, justify="right")
@@ -87,7 +91,7 @@ def show(document: Document) -> None:
     if document["draft"] is not None:
         draft = document["draft"]
         console.print(f"draft: {draft['model'] or 'the model itself'}", highlight=False)
-        drafts = Table(title=f"{draft['dtype']}, beside the above")
+        drafts = Table(title=f"{draft['quantize'] or draft['dtype']}, beside the above")
         for column in ("rank", "layers", *sizes):
             drafts.add_column(column, justify="right")
         for index, rank in enumerate(draft["ranks"]):

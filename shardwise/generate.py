@@ -77,7 +77,9 @@ def _introduce(llm: LLM, job: Job) -> None:
     kernels = str(llm.figures[0][0]["kernels"])
     if llm.plan.engine.kernels == "auto" and kernels.startswith("torch"):
         print(f"shardwise: {kernels}", file=sys.stderr)
-    say(f"{llm.source.resolved.source} · layout {llm.plan.engine.layout} · {llm.plan.dtype} · {llm.load_s:.1f} s")
+    plan = llm.plan
+    weights = plan.quantize or plan.dtype
+    say(f"{llm.source.resolved.source} · layout {plan.engine.layout} · {weights} · {llm.load_s:.1f} s")
     if llm.defaults.fields:
         pairs = ", ".join(f"{name} {value}" for name, value in llm.defaults.fields.items())
         print(f"shardwise: defaults from generation_config.json: {pairs}", file=sys.stderr)

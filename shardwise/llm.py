@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.config import EngineConfig, Layout, Quantization, Speculation
 from shardwise.engine import Output
 from shardwise.intake import Messages, Prompt
 from shardwise.open import open_model
@@ -23,7 +23,8 @@ class LLM:
     """A model on a layout.
 
     ``model`` is an alias (``smollm2``), a Hugging Face directory, a .gguf file or a hub id; ``layout`` such as
-    ``"tp2.pp2"``; ``settings`` are the other fields of EngineConfig, ``speculate`` as text too (see Speculation.parse).
+    ``"tp2.pp2"``; ``settings`` are the other fields of EngineConfig, ``speculate`` and ``quantize`` as text too (see
+    Speculation.parse and Quantization.parse).
     ``generation_config`` False leaves aside what the model's generation_config.json says: it gives the params of
     requests that come without any. Raises ValueError, before any weight is read, for
     what cannot be done, LoadError for broken files and RankFailure if a rank does not start. Close it, or use it as a
@@ -41,6 +42,8 @@ class LLM:
     ) -> None:
         if isinstance(settings.get("speculate"), str):
             settings["speculate"] = Speculation.parse(settings["speculate"])
+        if isinstance(settings.get("quantize"), str):
+            settings["quantize"] = Quantization.parse(settings["quantize"])
         config = EngineConfig(layout=Layout.parse(layout) if isinstance(layout, str) else layout, **settings)
         opened = open_model(model, config, generation_config=generation_config, on_progress=on_progress, start=launch)
         self.source, self.tokenizer, self.eos = opened.source, opened.tokenizer, opened.eos

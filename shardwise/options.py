@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.config import DTYPES, EngineConfig, Layout, Speculation
+from shardwise.config import DTYPES, EngineConfig, Layout, Quantization, Speculation
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Alias, Hugging Face directory, .gguf file or hub id.")]
 LayoutOption = Annotated[str, typer.Option("--layout", "-l", help="Such as tp2, pp2 or dp2.tp2.pp2; 1 is one device.")]
 DtypeOption = Annotated[str, typer.Option(help=f"Number format of the weights: {', '.join(DTYPES)}.")]
+QuantizeOption = Annotated[str | None, typer.Option(help="Round weights to int8 or int4, ,group=G if you like.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 KernelsOption = Annotated[str, typer.Option(help="auto, native or torch.")]
 SpeculateOption = Annotated[str | None, typer.Option(help="draft=MODEL, ngram or self, then ,k=auto and more.")]
@@ -41,9 +42,16 @@ def engine_settings(
 ) -> dict[str, Any]:
     """Fields of EngineConfig."""
     settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
+    if "quantize" in given:
+        settings["quantize"] = quantization(given["quantize"])
     settings |= {"layout": Layout.parse(layout), "split": numbers("split", split, float)}
     settings |= {"stages": numbers("stages", stages, int)}
     return settings | {"speculate": Speculation.parse(speculate) if speculate is not None else None}
+
+
+def quantization(text: str | None) -> Quantization | None:
+    """What --quantize asks for."""
+    return Quantization.parse(text) if text is not None else None
 
 
 def numbers(name: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...] | None:

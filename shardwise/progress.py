@@ -26,13 +26,13 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bar(total: int) -> Iterator[Callable[[], None]]:
-    """A bar over ``total`` prompts, none for a single one."""
-    if not sys.stderr.isatty() or total < 2:
+def bar(total: int | None, what: str = "generating") -> Iterator[Callable[[], None]]:
+    """A bar over ``total`` prompts or items, none for a single one; None: nobody knows how many there are."""
+    if not sys.stderr.isatty() or (total is not None and total < 2):
         yield lambda: None
         return
     from rich.progress import Progress
 
     with Progress(transient=True) as progress:
-        task = progress.add_task("generating", total=total)
+        task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)

@@ -121,7 +121,7 @@ def verify_layouts(
     tokenizer = open_tokenizer(source)
     plans = [plan_run(source, EngineConfig(layout=layout, **settings)) for layout in layouts]
     prompts = _prompts(tokenizer, max(plan.max_model_len for plan in plans) - max_tokens)
-    report = Report(f"{source.resolved.source} · {plans[0].dtype}", tolerance)
+    report = Report(f"{source.resolved.source} · {plans[0].quantize or plans[0].dtype}", tolerance)
     first: Run | None = None
     width = np.dtype(np.float64 if plans[0].dtype == "float64" else np.float32)
     for plan in plans:

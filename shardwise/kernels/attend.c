@@ -2,7 +2,8 @@
  *
  * One task is one sequence, one key head and up to R queries (rows times the query heads that share the key head), which
  * read each key and value together. Per query, and whatever the other queries of the task are:
- *   1. score of key t = scale * (fused multiply-adds over d, ascending, from zero): one key per vector lane;
+ *   1. score of key t = scale * (fused multiply-adds over d, ascending, from zero): one key per vector lane; then, where
+ *      heads have slopes, + slope * (t - the query's position), and -infinity outside of the window;
  *   2. their exact maximum, then e^(score - maximum);
  *   3. the sum of these: key t goes to partial sum t % 16, blocks ascending, then a fixed tree over the 16;
  *   4. output = (fused multiply-adds over t, ascending, from zero) / sum: one dim per vector lane.
@@ -20,6 +21,8 @@ struct NAME(call) {
     const int64_t *groups;
     int64_t heads, key_heads, dims, padded;
     REAL scale, *out;
+    const REAL *slopes; /* of the query heads, or NULL */
+    int64_t window;     /* keys that a query sees, itself included */
 };
 
 struct NAME(task) {
@@ -158,6 +161,15 @@ static REAL NAME(exponentials)(int R, REAL *scores, int64_t keys) {
     return sum[0];
 }
 
+/* Adds slope * (key - last) to the scores of one query ([block][R][16]), last being its own key; hides those that lie a
+ * window or more behind. e^-infinity is an exact 0, which changes none of the sums that follow. */
+static void NAME(lean)(int R, REAL *scores, int64_t keys, REAL slope, int64_t window) {
+    for (int64_t t = 0; t < keys; t++) {
+        REAL *score = scores + t / TOKENS * R * TOKENS + t % TOKENS;
+        *score = keys - t > window ? -INFINITY : *score + slope * (REAL)(t - (keys - 1));
+    }
+}
+
 /* One task; scratch holds packed queries [dims][R], outputs [R][padded] and scores [blocks + 4][R][16]. */
 static void NAME(run)(const struct NAME(call) *call, const struct NAME(task) *task, REAL *scratch) {
     const int R = rows_taken(task->count);
@@ -178,7 +190,13 @@ static void NAME(run)(const struct NAME(call) *call, const struct NAME(task) *ta
     }
     kernels.score(packed, dims, call->scale, keys, task->blocks, key_block, most, scores);
     REAL sums[MAX_ROWS];
-    for (int r = 0; r < R; r++) sums[r] = NAME(exponentials)(R, scores + r * TOKENS, seen[r]);
+    for (int r = 0; r < R; r++) {
+        int64_t i = task->first + (r < task->count ? r : task->count - 1);
+        if (call->slopes || seen[r] > call->window)
+            NAME(lean)(R, scores + r * TOKENS, seen[r],
+                       call->slopes ? call->slopes[call->groups[head] + i % group] : 0, call->window);
+        sums[r] = NAME(exponentials)(R, scores + r * TOKENS, seen[r]);
+    }
     memset(out, 0, sizeof(REAL) * padded * R);
     kernels.blend(R, scores, values, task->blocks, value_block, padded, 0, least, out);
     for (int r = 0; r < task->count; r++) {
@@ -189,11 +207,14 @@ static void NAME(run)(const struct NAME(call) *call, const struct NAME(task) *ta
     }
 }
 
-/* q and out [M, heads, dims]; starts [sequences + 1]; table [sequences, width]; groups [key_heads + 1]. 0; -1: no memory. */
+/* q and out [M, heads, dims]; starts [sequences + 1]; table [sequences, width]; groups [key_heads + 1]; slopes [heads] or
+ * NULL; window INT64_MAX where there is none. 0; -1: no memory. */
 int NAME(sw_attend)(const REAL *q, const REAL *keys, const REAL *values, const int32_t *starts, int64_t sequences,
                     const int32_t *table, int64_t width, const int32_t *positions, const int64_t *groups,
-                    int64_t heads, int64_t key_heads, int64_t dims, int64_t padded, double scale, REAL *out) {
-    struct NAME(call) call = {q, keys, values, positions, groups, heads, key_heads, dims, padded, scale, out};
+                    int64_t heads, int64_t key_heads, int64_t dims, int64_t padded, double scale,
+                    const REAL *slopes, int64_t window, REAL *out) {
+    struct NAME(call) call = {q,    keys,   values, positions, groups, heads, key_heads,
+                              dims, padded, scale,  out,       slopes, window};
     int64_t rows = starts[sequences] - starts[0], longest = 0, count = 0, work = 0;
     for (int64_t row = starts[0]; row < starts[sequences]; row++) {
         longest = positions[row] >= longest ? positions[row] + 1 : longest;

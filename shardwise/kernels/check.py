@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import BLOCK
-from shardwise.kernels.ops import Ops, Program
+from shardwise.kernels.ops import Ops, Program, Weight
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 13, 31, 67)
 K, N = 3 * 37, 83
@@ -34,7 +34,8 @@ def check_kernels(ops: Ops, dtype: torch.dtype) -> list[Finding]:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(ops.compute)
 
-    return [Finding(*found) for check in (_linear, _rowwise, _attend) for found in check(ops, dtype, random)]
+    checks = (_linear, _quantised, _rowwise, _attend)
+    return [Finding(*found) for check in checks for found in check(ops, dtype, random)]
 
 
 Random = Callable[..., Tensor]
@@ -43,17 +44,41 @@ Found = Iterator[tuple[str, str, bool]]
 
 def _linear(ops: Ops, dtype: torch.dtype, random: Random) -> Found:
     full = random(N, K)
+
+    def weight(rows: slice, cols: slice) -> Weight:
+        part = full[rows, cols]
+        made = ops.weight(part.shape[0], part.shape[1], dtype, "cpu")
+        ops.write(made, 0, part)
+        return made
+
+    yield from _sums(f"linear {str(dtype).removeprefix('torch.')}", ops, random, weight)
+
+
+def _quantised(ops: Ops, dtype: torch.dtype, random: Random) -> Found:
+    """With groups that the chunks, and the shards, cut."""
+    for bits, group in ((8, K), (4, 32)):
+        limit = 2 ** (bits - 1)
+        numbers = (random(N, K) * limit / 3).round().clamp(-limit + 1, limit - 1).to(torch.int8)
+        scales = random(8 // bits, N, -(-K // group)).bfloat16()
+
+        def weight(rows: slice, cols: slice, bits: int = bits, group: int = group) -> Weight:
+            start, stop, _ = cols.indices(K)
+            part = numbers[rows, start:stop]  # noqa: B023
+            made = ops.quantised(part.shape[0], part.shape[1], bits, group, start % group, "cpu")
+            ops.write(made, 0, (part, scales[:, rows, start // group : -(-stop // group)]))  # noqa: B023
+            return made
+
+        yield from _sums(f"linear int{bits}", ops, random, weight)
+
+
+def _sums(name: str, ops: Ops, random: Random, weight: Callable[[slice, slice], Weight]) -> Found:
     program = Program(BOUNDS, (0, 1, 1))
 
     def linear(x: Tensor, rows: slice = slice(None), cols: slice = slice(None), by: Program = program) -> Tensor:
-        part = full[rows, cols]
-        weight = ops.weight(part.shape[0], part.shape[1], dtype, "cpu")
-        ops.write(weight, 0, part)
-        return ops.linear(x[:, cols].contiguous(), weight, by)
+        return ops.linear(x[:, cols].contiguous(), weight(rows, cols), by)
 
     x = random(max(ROWS), K)
     whole = linear(x)
-    name = f"linear {str(dtype).removeprefix('torch.')}"
     yield name, "a row does not feel the batch", all(torch.equal(linear(x[:m]), whole[:m]) for m in ROWS)
     pieces = torch.cat([linear(x, rows=slice(start, stop)) for start, stop in ((0, 1), (1, 40), (40, N))], dim=1)
     yield name, "outputs do not feel the shard", torch.equal(pieces, whole)
@@ -70,6 +95,8 @@ def _rowwise(ops: Ops, dtype: torch.dtype, random: Random) -> Found:
         "silu_mul": lambda rows: ops.activate("silu_mul", rows),
         "gelu_tanh": lambda rows: ops.activate("gelu_tanh", rows),
         "gelu": lambda rows: ops.activate("gelu", rows),
+        "relu": lambda rows: ops.activate("relu", rows),
+        "head_norm": lambda rows: ops.head_norm(rows, weight[:37], bias[:37], 2, 1e-5),
     }
     for name, kernel in kernels.items():
         whole = kernel(x)

@@ -25,11 +25,12 @@ class CompiledOps(Ops):
     def __init__(self, ops: Ops) -> None:
         super().__init__(ops.compute)
         self.name, self._ops, self._program = ops.name, ops, lru_cache(Program)
-        self.weight, self.write, self.cache = ops.weight, ops.write, ops.cache  # type: ignore[method-assign]
+        self.weight, self.quantised, self.write = ops.weight, ops.quantised, ops.write  # type: ignore[method-assign]
+        self.cache = ops.cache  # type: ignore[method-assign]
         self.gumbel, self.exp = ops.gumbel, ops.exp  # type: ignore[method-assign]
-        weight = "Tensor data, int rows, int cols"
+        weight = "Tensor data, int rows, int cols, Tensor? scales, int group, int phase"
         close = "Tensor? bias, Tensor? residual"
-        self._take = self._define("take", f"({weight}, Tensor ids) -> Tensor", self._take_now, _fake_take)
+        self._take = self._define("take", f"({weight}, Tensor ids) -> Tensor", self._take_now, self._fake_take)
         schema = f"(Tensor x, {weight}, int[] bounds, int[] merges, {close}) -> Tensor"
         self._linear = self._define("linear", schema, self._linear_now, _fake_linear)
         schema = f"(Tensor[] nodes, int[] merges, {close}) -> Tensor"
@@ -38,6 +39,8 @@ class CompiledOps(Ops):
         self._rms_norm = self._define("rms_norm", schema, ops.rms_norm, _fake_same)
         schema = "(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor"
         self._layer_norm = self._define("layer_norm", schema, ops.layer_norm, _fake_same)
+        schema = "(Tensor qkv, Tensor q_weight, Tensor k_weight, int num_heads, float eps) -> Tensor"
+        self._head_norm = self._define("head_norm", schema, ops.head_norm, _fake_same)
         self._activate = self._define("activate", "(str kind, Tensor x) -> Tensor", ops.activate, _fake_activate)
         schema = (
             "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, Tensor(a!) keys, "
@@ -46,7 +49,7 @@ class CompiledOps(Ops):
         self._rotate_write = self._define("rotate_write", schema, self._rotate_write_now, _fake_rotate_write)
         schema = (
             "(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor table, Tensor positions, int[] groups, "
-            "float scale) -> Tensor"
+            "float scale, Tensor? slopes=None, int? window=None) -> Tensor"
         )
         self._attend = self._define("attend", schema, ops.attend, _fake_same)
 
@@ -59,14 +62,17 @@ class CompiledOps(Ops):
         made.register_fake(fake)
         return getattr(getattr(torch.ops, space), name)
 
-    def _take_now(self, data: Tensor, rows: int, cols: int, ids: Tensor) -> Tensor:
-        return self._ops.take(Weight(data, rows, cols), ids)
+    def _take_now(self, *args: Any) -> Tensor:
+        *weight, ids = args
+        return self._ops.take(Weight(*weight), ids)
 
-    def _linear_now(
-        self, x: Tensor, data: Tensor, rows: int, cols: int, bounds: list[int], merges: list[int], *close: Tensor | None
-    ) -> Tensor:
+    def _fake_take(self, data: Tensor, rows: int, cols: int, *args: Any) -> Tensor:
+        return data.new_empty(args[-1].shape[0], cols, dtype=self.compute)
+
+    def _linear_now(self, x: Tensor, *args: Any) -> Tensor:
+        *weight, bounds, merges, bias, residual = args
         program = self._program(tuple(bounds), tuple(merges))
-        return self._ops.linear(x, Weight(data, rows, cols), program, *close)
+        return self._ops.linear(x, Weight(*weight), program, bias, residual)
 
     def _rotate_write_now(self, *args: Any) -> Tensor:
         q = self._ops.rotate_write(*args)
@@ -103,6 +109,9 @@ class CompiledOps(Ops):
     def layer_norm(self, *args: Any) -> Tensor:  # noqa: D102
         return self._layer_norm(*args)  # type: ignore[no-any-return]
 
+    def head_norm(self, *args: Any) -> Tensor:  # noqa: D102
+        return self._head_norm(*args)  # type: ignore[no-any-return]
+
     def activate(self, *args: Any) -> Tensor:  # noqa: D102
         return self._activate(*args)  # type: ignore[no-any-return]
 
@@ -117,13 +126,8 @@ def _fake_same(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_take(data: Tensor, rows: int, cols: int, ids: Tensor) -> Tensor:
-    return data.new_empty(ids.shape[0], cols, dtype=torch.float64 if data.dtype == torch.float64 else torch.float32)
-
-
-def _fake_linear(
-    x: Tensor, data: Tensor, rows: int, cols: int, bounds: list[int], merges: list[int], *_: Tensor | None
-) -> Tensor:
+def _fake_linear(x: Tensor, data: Tensor, rows: int, *args: Any) -> Tensor:
+    *_, bounds, merges, _, _ = args
     nodes = Program(tuple(bounds), tuple(merges)).num_nodes
     return x.new_empty(*([nodes] if nodes > 1 else []), x.shape[0], rows)
 

@@ -8,13 +8,15 @@
  *
  * A tile is R rows of x times a strip of two vectors: outputs s * WIDTH and 16 + s * WIDTH onwards of a panel (so that a
  * pair of bfloat16 (i, i + 16), packed as one word, opens into two vectors without a shuffle). x is packed as [K][R] to
- * read along with it.
+ * read along with it. Whole numbers of 8 or 4 bits, which share a scale in groups along K, are read by groups.h.
  */
 #ifndef REAL
 #include <stdint.h>
 
-enum { F32, BF16, F16, F64 };
+enum { F32, BF16, F16, F64, INT8, INT4 };
 #define FORMAT_BYTES(format) ((format) == F32 ? 4 : (format) == F64 ? 8 : 2)
+#define NIBBLES 8 /* columns of 4-bit numbers in a word, the first in the lowest bits */
+#define WORDS(cols) (((cols) + NIBBLES - 1) / NIBBLES)
 #define STRIP_BYTES(format) (WIDTH * FORMAT_BYTES(format) * ((format) == BF16 ? 2 : 1))
 
 struct program { /* as in native.py */
@@ -33,20 +35,39 @@ struct program { /* as in native.py */
             for (int64_t k = 0; k < cols; k++) to[k * PANEL] = from[r * cols + k];                               \
         }                                                                                                        \
     }
+PACK(pack_8, uint8_t, lane)
 PACK(pack_16, uint16_t, lane)
 PACK(pack_bf16, uint16_t, lane % 16 * 2 + lane / 16)
 PACK(pack_32, uint32_t, lane)
 PACK(pack_64, uint64_t, lane)
 
-/* Stores rows of the weight's own type [rows][cols] as rows row.. of the panels. */
+/* Numbers of 4 bits, from int8_t [rows][cols], plus 8, to the words [WORDS(cols)][PANEL] of their panels. */
+static void pack_4(uint32_t *panels, int64_t cols, int64_t row, int64_t rows, const int8_t *from) {
+    for (int64_t r = 0; r < rows; r++) {
+        uint32_t *to = panels + (row + r) / PANEL * PANEL * WORDS(cols) + (row + r) % PANEL;
+        for (int64_t k = 0; k < cols; k++) {
+            uint32_t *word = to + k / NIBBLES * PANEL, place = k % NIBBLES * 4;
+            *word = (*word & ~(15u << place)) | (uint32_t)(from[r * cols + k] + 8) << place;
+        }
+    }
+}
+
+/* Stores rows of the weight's own type [rows][cols] (int8_t for INT4) as rows row.. of the panels. */
 void sw_pack(int format, void *panels, int64_t cols, int64_t row, int64_t rows, const void *from) {
     if (format == F32) pack_32(panels, cols, row, rows, from);
     if (format == BF16) pack_bf16(panels, cols, row, rows, from);
     if (format == F16) pack_16(panels, cols, row, rows, from);
     if (format == F64) pack_64(panels, cols, row, rows, from);
+    if (format == INT8) pack_8(panels, cols, row, rows, from);
+    if (format == INT4) pack_4(panels, cols, row, rows, from);
 }
 
-/* Rows ids of the panels, unpacked in the weight's own type: to [count][cols]. */
+static int8_t nibble(const uint32_t *panels, int64_t words, int64_t row, int64_t k) {
+    uint32_t word = panels[(row / PANEL * words + k / NIBBLES) * PANEL + row % PANEL];
+    return (int8_t)(word >> k % NIBBLES * 4 & 15) - 8;
+}
+
+/* Rows ids of the panels, unpacked in the weight's own type (int8_t for INT4): to [count][cols]. */
 void sw_take(int format, const void *panels, int64_t cols, const int64_t *ids, int64_t count, void *to) {
     for (int64_t i = 0; i < count; i++) {
         int64_t lane = ids[i] % PANEL, panel = ids[i] / PANEL * PANEL * cols;
@@ -55,6 +76,8 @@ void sw_take(int format, const void *panels, int64_t cols, const int64_t *ids, i
             int64_t from = panel + k * PANEL + lane;
             if (format == F32) ((uint32_t *)to)[i * cols + k] = ((const uint32_t *)panels)[from];
             else if (format == F64) ((uint64_t *)to)[i * cols + k] = ((const uint64_t *)panels)[from];
+            else if (format == INT8) ((int8_t *)to)[i * cols + k] = ((const int8_t *)panels)[from];
+            else if (format == INT4) ((int8_t *)to)[i * cols + k] = nibble(panels, WORDS(cols), ids[i], k);
             else ((uint16_t *)to)[i * cols + k] = ((const uint16_t *)panels)[from];
         }
     }
@@ -66,6 +89,9 @@ struct NAME(job) {
     int format;
     const void *weight;
     int64_t outputs, cols, rows;
+    const uint32_t *scales; /* of INT8 and INT4: see groups.h */
+    int64_t group, phase, groups;
+    REAL *sums;
     const struct program *program;
     const REAL *bias, *residual;
     REAL *out;
@@ -124,16 +150,22 @@ INLINE void NAME(weights)(int format, const void *weight, NAME(vec) *low, NAME(v
 /* Strips that a pass over R rows takes side by side: as many as there are registers for, so that few rows read memory in
  * whole lines. */
 #define STRIPS (16 / WIDTH)
+/* Panels that it takes side by side where a panel is but one strip: numbers of 4 bits come faster from memory than two
+ * sums in a register each can take them in. */
+#define ACROSS(format, R) ((format) == INT4 && STRIPS == 1 && (R) <= 3 ? 2 : 1)
 #define SIDE(R) (STRIPS >= 4 && 4 * (R) <= MAX_ROWS ? 4 : STRIPS >= 2 && 2 * (R) <= MAX_ROWS ? 2 : 1)
 
-/* One chunk: R rows of x [count][R] times SIDE(R) strips, whose rows are PANEL apart; sum [SIDE][R][2]. */
-INLINE void NAME(chunk)(const int R, const int format, const REAL *x, const char *weight, int64_t count,
-                        NAME(vec) *sum) {
+/* One chunk, columns start to stop: R rows of x [cols][R] times SIDE(R) strips of a panel; sum [SIDE][R][2]. */
+INLINE void NAME(chunk)(const int R, const int format, const struct NAME(job) *job, const REAL *x, int64_t panel,
+                        int64_t strip, int64_t start, int64_t stop, NAME(vec) *sum) {
     const int G = SIDE(R);
+    const char *weight = (const char *)job->weight + (panel * job->cols + start) * PANEL * FORMAT_BYTES(format);
+    weight += strip * STRIP_BYTES(format);
+    x += start * R;
     NAME(vec) total[4][MAX_ROWS][2];
     UNROLL for (int g = 0; g < G; g++)
         UNROLL for (int r = 0; r < R; r++) total[g][r][0] = total[g][r][1] = NAME(fill)(0);
-    for (int64_t k = 0; k < count; k++, x += R, weight += PANEL * FORMAT_BYTES(format)) {
+    for (int64_t k = start; k < stop; k++, x += R, weight += PANEL * FORMAT_BYTES(format)) {
         UNROLL for (int g = 0; g < G; g++) {
             NAME(vec) low, high;
             NAME(weights)(format, weight + g * STRIP_BYTES(format), &low, &high);
@@ -157,19 +189,27 @@ INLINE void NAME(chunk)(const int R, const int format, const REAL *x, const char
         }
 }
 
-typedef void (*NAME(chunk_kernel))(const REAL *x, const char *weight, int64_t count, NAME(vec) *sum);
+#include "groups.h"
+
+typedef void (*NAME(chunk_kernel))(const struct NAME(job) *job, const REAL *x, const REAL *sums, int64_t panel,
+                                   int64_t strip, int64_t start, int64_t stop, NAME(vec) *sum);
 
 #define CHUNK(FORMAT, R)                                                                                          \
-    static void NAME(chunk_##FORMAT##_##R)(const REAL *x, const char *weight, int64_t count, NAME(vec) *sum) {    \
-        NAME(chunk)(R, FORMAT, x, weight, count, sum);                                                            \
+    static void NAME(chunk_##FORMAT##_##R)(const struct NAME(job) *job, const REAL *x, const REAL *sums,          \
+                                           int64_t panel, int64_t strip, int64_t start, int64_t stop,             \
+                                           NAME(vec) *sum) {                                                      \
+        (void)sums;                                                                                               \
+        if (FORMAT >= INT8) NAME(group_chunk)(R, FORMAT, job, x, sums, panel, strip, start, stop, sum);           \
+        else NAME(chunk)(R, FORMAT, job, x, panel, strip, start, stop, sum);                                      \
     }
 #define CHUNK_CASE(FORMAT, R)                                                                                     \
     case FORMAT * 16 + R:                                                                                         \
         return NAME(chunk_##FORMAT##_##R);
 #if IS_FLOAT
-#define FOR_FORMATS(CALL) FOR_ROWS(CALL, F32) FOR_ROWS(CALL, BF16) FOR_ROWS(CALL, F16)
+#define FOR_FORMATS(CALL) \
+    FOR_ROWS(CALL, F32) FOR_ROWS(CALL, BF16) FOR_ROWS(CALL, F16) FOR_ROWS(CALL, INT8) FOR_ROWS(CALL, INT4)
 #else
-#define FOR_FORMATS(CALL) FOR_ROWS(CALL, F64)
+#define FOR_FORMATS(CALL) FOR_ROWS(CALL, F64) FOR_ROWS(CALL, INT8) FOR_ROWS(CALL, INT4)
 #endif
 FOR_FORMATS(CHUNK)
 
@@ -185,28 +225,24 @@ static NAME(chunk_kernel) NAME(kernel_for)(int format, int R) {
 static void NAME(panel)(const struct NAME(job) *job, int R, const REAL *x, int64_t row, int64_t live, int64_t panel) {
     const struct program *program = job->program;
     const NAME(chunk_kernel) kernel = NAME(kernel_for)(job->format, R);
-    const int64_t bytes = FORMAT_BYTES(job->format), side = SIDE(R), step = 2 * R * side;
+    const int64_t across = ACROSS(job->format, R), side = across > 1 ? across : SIDE(R), step = 2 * R * side;
+    const REAL *sums = job->sums ? job->sums + row * (program->chunks + job->groups) : NULL;
     NAME(vec) stack[program->depth * step];
     for (int64_t strip = 0; strip < STRIPS; strip += side) {
-        const char *weight = (const char *)job->weight + panel * PANEL * job->cols * bytes;
-        weight += strip * STRIP_BYTES(job->format);
         NAME(vec) *top = stack;
         for (int64_t c = 0; c < program->chunks; c++, top += step) {
-            int64_t start = program->bounds[c];
-            kernel(x + start * R, weight + start * PANEL * bytes, program->bounds[c + 1] - start, top);
+            kernel(job, x, sums ? sums + c * R : NULL, panel, strip, program->bounds[c], program->bounds[c + 1], top);
             for (int64_t m = program->merges[c]; m > 0; m--, top -= step)
                 for (int64_t i = 0; i < step; i++) top[i - step] = top[i - step] + top[i];
         }
         for (int64_t node = 0; node < program->nodes; node++)
             for (int64_t i = 0; i < side; i++)
                 for (int64_t r = 0; r < 2 * live; r++)
-                    NAME(write)(job, node, row + r / 2, panel * PANEL + r % 2 * 16 + (strip + i) * WIDTH,
+                    NAME(write)(job, node, row + r / 2,
+                                panel * PANEL + r % 2 * 16 + (across > 1 ? i * PANEL : (strip + i) * WIDTH),
                                 stack[node * step + i * 2 * R + r]);
     }
 }
-#undef AHEAD
-#undef STRIPS
-#undef SIDE
 
 /* Columns start to stop of x, in blocks of MAX_ROWS rows, each block as [cols][R]; surplus rows are zero. */
 static void NAME(pack_rows)(REAL *to, const REAL *x, int64_t rows, int64_t cols, int64_t start, int64_t stop) {
@@ -218,29 +254,43 @@ static void NAME(pack_rows)(REAL *to, const REAL *x, int64_t rows, int64_t cols,
     }
 }
 
-/* Thread me of threads: its share of x to pack, then its share of the tiles, panel by panel. */
+/* Thread me of threads: its share of x to pack and of its sums, then its share of the tiles, panel by panel. */
 static void NAME(share)(const struct NAME(job) *job, const REAL *x, REAL *packed, int me, int threads) {
     int64_t rows = job->rows, cols = job->cols;
+    if (job->sums) NAME(sum_parts)(job, x, me, threads);
     if (packed) {
         NAME(pack_rows)(packed, x, rows, cols, cols * me / threads, cols * (me + 1) / threads);
         x = packed;
-        if (threads > 1) {
+    }
+    if ((packed || job->sums) && threads > 1) {
 #pragma omp barrier
-        }
     }
     int64_t blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, total = (job->outputs + PANEL - 1) / PANEL * blocks;
     for (int64_t i = total * me / threads; i < total * (me + 1) / threads; i++) {
         int64_t row = i % blocks * MAX_ROWS, live = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
-        NAME(panel)(job, rows_taken(live), x + row * cols, row, live, i / blocks);
+        int R = rows_taken(live);
+        if (i / blocks % ACROSS(job->format, R) == 0) NAME(panel)(job, R, x + row * cols, row, live, i / blocks);
     }
 }
 
+#undef AHEAD
+#undef STRIPS
+#undef ACROSS
+#undef SIDE
+
 /* out [M, N] or, with several nodes, [nodes, M, N]; bias [N] and residual [M, N] may be null. 0, or -1: no memory. */
-int NAME(sw_linear)(int format, const void *weight, int64_t outputs, int64_t cols, const struct program *program,
-                    const REAL *x, int64_t rows, const REAL *bias, const REAL *residual, REAL *out) {
-    struct NAME(job) job = {format, weight, outputs, cols, rows, program, bias, residual, out};
+int NAME(sw_linear)(int format, const void *weight, int64_t outputs, int64_t cols, const void *scales, int64_t group,
+                    int64_t phase, const struct program *program, const REAL *x, int64_t rows, const REAL *bias,
+                    const REAL *residual, REAL *out) {
+    int64_t groups = group ? (phase + cols + group - 1) / group : 0, most = rows + MAX_ROWS;
+    struct NAME(job) job = {format, weight,   outputs, cols, rows, scales, group, phase, groups, NULL,
+                            program, bias, residual, out};
     REAL *packed = NULL;
-    if (rows > 1 && !(packed = malloc(sizeof(REAL) * cols * (rows + MAX_ROWS)))) return -1;
+    if (rows > 1 && !(packed = malloc(sizeof(REAL) * cols * most))) return -1;
+    if (format == INT4 && !(job.sums = malloc(sizeof(REAL) * (program->chunks + groups) * most))) {
+        free(packed);
+        return -1;
+    }
     int threads = threads_for(rows * outputs * cols / 16);
     if (threads == 1) {
         NAME(share)(&job, x, packed, 0, 1);
@@ -249,6 +299,7 @@ int NAME(sw_linear)(int format, const void *weight, int64_t outputs, int64_t col
         NAME(share)(&job, x, packed, omp_get_thread_num(), omp_get_num_threads());
     }
     free(packed);
+    free(job.sums);
     return 0;
 }
 

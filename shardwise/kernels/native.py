@@ -14,21 +14,26 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import build
-from shardwise.kernels.ops import Ops, Program, Weight, stream
+from shardwise.kernels.noise import stream
+from shardwise.kernels.ops import Ops, Part, Program, Weight, parts
 
 PANEL = 32
 """Output features per panel of packed weights (PANEL in vector.h)."""
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-_KINDS = {"silu_mul": 0, "gelu_tanh": 1, "gelu": 2}
+NIBBLES = 8
+"""Columns of 4-bit numbers in a word (NIBBLES in linear.c)."""
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4, torch.int32: 5}
+_KINDS = {"silu_mul": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+_NO_WINDOW = 2**63 - 1
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "d": ctypes.c_double}
 _TYPED = {  # arguments of the functions that exist per type of activation; p: pointer, i: int, l: int64, d: double
-    "linear": "ipllpplppp",
+    "linear": "ipllpllpplppp",
     "finish": "plplllppp",
     "rms_norm": "pplldp",
     "layer_norm": "ppplldp",
+    "head_norm": "ppplllldp",
     "activate": "ipllp",
     "rotate_write": "ppplpplllllppp",
-    "attend": "pppplplpplllldp",
+    "attend": "pppplplpplllldplp",
 }
 _UNTYPED = {"pack": "iplllp", "take": "iplplp", "gumbel": "plllp", "exp": "plp"}
 
@@ -49,7 +54,7 @@ class NativeOps(Ops):
         typed = {name: _function(library, f"sw_{name}{suffix}", letters) for name, letters in _TYPED.items()}
         self._linear, self._finish, self._attend = typed["linear"], typed["finish"], typed["attend"]
         self._rms_norm, self._layer_norm, self._activate = typed["rms_norm"], typed["layer_norm"], typed["activate"]
-        self._rotate_write = typed["rotate_write"]
+        self._rotate_write, self._head_norm = typed["rotate_write"], typed["head_norm"]
         self._pack, self._take, self._gumbel, self._exp = (
             _function(library, f"sw_{name}", letters) for name, letters in _UNTYPED.items()
         )
@@ -59,23 +64,50 @@ class NativeOps(Ops):
 
     def weight(self, rows: int, cols: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> Weight:
         """A zero matrix, in panels [ceil(rows / 32), cols, 32]; surplus rows stay zero."""
-        if (dtype == torch.float64) != (self.compute == torch.float64) or dtype not in _FORMATS:
+        if (dtype == torch.float64) != (self.compute == torch.float64) or not dtype.is_floating_point:
             raise ValueError(f"weights of {dtype} do not go with activations of {self.compute}")
         return Weight(torch.zeros(-(-rows // PANEL), cols, PANEL, dtype=dtype, device=device), rows, cols)
 
-    def write(self, weight: Weight, row: int, part: Tensor) -> None:  # noqa: D102
-        assert part.shape[1] == weight.cols
+    def quantised(  # noqa: D102
+        self, rows: int, cols: int, bits: int, group: int, phase: int, device: str | torch.device = "cpu"
+    ) -> Weight:
+        panels, width, dtype = -(-rows // PANEL), cols, torch.int8
+        if bits == 4:
+            width, dtype = -(-cols // NIBBLES), torch.int32
+        shape = 1 if bits == 8 else 2, panels, -(-(phase + cols) // group), PANEL
+        scales = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        return Weight(torch.zeros(panels, width, PANEL, dtype=dtype, device=device), rows, cols, scales, group, phase)
+
+    def write(self, weight: Weight, row: int, part: Part) -> None:  # noqa: D102
+        data = weight.data
+        if weight.scales is not None:
+            part, scales = parts(weight, part)
+            for packed, values in zip(weight.scales, scales, strict=True):
+                self._write(packed, weight.num_groups, row, values)
+        else:
+            assert isinstance(part, Tensor)
+            assert part.shape[1] == weight.cols
+            part = part.to(data.dtype)
         assert 0 <= row <= weight.rows - part.shape[0]
-        data, part = weight.data, part.to(weight.data.dtype).contiguous()
-        where = (weight.cols, row, part.shape[0], part.data_ptr())
-        self._pack(_FORMATS[data.dtype], data.data_ptr(), *where)
+        self._write(data, weight.cols, row, part)
+
+    def _write(self, data: Tensor, cols: int, row: int, part: Tensor) -> None:
+        part = part.contiguous()
+        self._pack(_FORMATS[data.dtype], data.data_ptr(), cols, row, part.shape[0], part.data_ptr())
 
     def take(self, weight: Weight, ids: Tensor) -> Tensor:  # noqa: D102
         data, ids = weight.data, ids.contiguous()
-        out = torch.empty(ids.shape[0], weight.cols, dtype=data.dtype)
-        where = (weight.cols, ids.data_ptr(), ids.shape[0], out.data_ptr())
-        self._take(_FORMATS[data.dtype], data.data_ptr(), *where)
-        return out.to(self.compute)
+        rows = self._rows(data, weight.cols, ids).to(self.compute)
+        if weight.scales is None:
+            return rows
+        group = (torch.arange(weight.cols) + weight.phase) // weight.group
+        scales = [self._rows(each, weight.num_groups, ids).to(self.compute)[:, group] for each in weight.scales]
+        return rows * scales[0] if len(scales) == 1 else rows * scales[0] + scales[1]
+
+    def _rows(self, data: Tensor, cols: int, ids: Tensor) -> Tensor:
+        out = torch.empty(ids.shape[0], cols, dtype=torch.int8 if data.dtype == torch.int32 else data.dtype)
+        self._take(_FORMATS[data.dtype], data.data_ptr(), cols, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
 
     def linear(  # noqa: D102
         self,
@@ -89,7 +121,7 @@ class NativeOps(Ops):
         prepared = self._programs.get(id(program))
         if prepared is None or prepared[0] is not program:
             prepared = self._prepare(program)
-        data, outputs, cols = weight
+        data, outputs, cols, scales, group, phase = weight
         rows = x.shape[0]
         if out is None:
             nodes = prepared[2][1]
@@ -99,6 +131,9 @@ class NativeOps(Ops):
             data.data_ptr(),
             outputs,
             cols,
+            None if scales is None else scales.data_ptr(),
+            group,
+            phase,
             prepared[1],
             _address(x),
             rows,
@@ -150,6 +185,16 @@ class NativeOps(Ops):
         self._layer_norm(_address(x), _address(weight), _address(bias), rows, cols, eps, out.data_ptr())
         return out
 
+    def head_norm(  # noqa: D102
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_heads: int, eps: float
+    ) -> Tensor:
+        rows, cols = qkv.shape
+        dims = q_weight.shape[0]
+        out = qkv.new_empty(rows, cols)
+        sizes = rows, num_heads, (cols // dims - num_heads) // 2, dims
+        self._head_norm(_address(qkv), _address(q_weight), _address(k_weight), *sizes, eps, out.data_ptr())
+        return out
+
     def activate(self, kind: str, x: Tensor) -> Tensor:  # noqa: D102
         rows, cols = x.shape
         cols = cols // 2 if kind == "silu_mul" else cols
@@ -199,6 +244,8 @@ class NativeOps(Ops):
         positions: Tensor,
         groups: Sequence[int],
         scale: float,
+        slopes: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
         bounds = self._groups.get(groups := tuple(groups))
         if bounds is None:
@@ -221,6 +268,8 @@ class NativeOps(Ops):
             head_dim,
             values.shape[3],
             scale,
+            None if slopes is None else _address(slopes),
+            window or _NO_WINDOW,
             out.data_ptr(),
         )
         if failed:

@@ -6,9 +6,8 @@ models, ranks or requests. Shapes: M rows, K input and N output features, Hq que
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from shardwise.config import BLOCK
+from shardwise.kernels import noise
 
 LANES = 16
 """Rows of cached values are padded to a multiple of this, so that a vector never straddles two tokens."""
@@ -46,6 +46,21 @@ class Weight(NamedTuple):
     data: Tensor
     rows: int
     cols: int
+    scales: Tensor | None = None
+    """Of whole numbers; with 4 bits, offsets follow."""
+    group: int = 0
+    """Columns that share a scale; they are counted along the whole matrix, of which this may be a slice."""
+    phase: int = 0
+    """Columns of the first group that come before this slice."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that the slice meets."""
+        return -(-(self.phase + self.cols) // self.group)
+
+
+Part: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""Rows of a weight: floats, or whole numbers and their scales (see ``Ops.write``)."""
 
 
 class Ops:
@@ -63,15 +78,50 @@ class Ops:
             raise ValueError(f"weights of {dtype} do not go with activations of {self.compute}")
         return Weight(torch.zeros(rows, cols, dtype=dtype, device=device), rows, cols)
 
-    def write(self, weight: Weight, row: int, part: Tensor) -> None:
-        """Store ``part`` [r, cols], any float dtype, on the CPU, as rows ``row`` to ``row + r``."""
-        assert part.shape[1] == weight.cols
+    def quantised(self, rows: int, cols: int, bits: int, group: int, phase: int, device: str | torch.device) -> Weight:
+        """A zero matrix of whole numbers: scale * number with 8 ``bits``, scale * number + offset with 4.
+
+        A scale and an offset hold for a row of a ``group`` of columns of the whole matrix; this slice of it begins
+        ``phase`` columns into its first group.
+        """
+        width, dtype = (cols, torch.int8) if bits == 8 else (-(-cols // 2), torch.uint8)
+        shape = 1 if bits == 8 else 2, rows, -(-(phase + cols) // group)
+        scales = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        return Weight(torch.zeros(rows, width, dtype=dtype, device=device), rows, cols, scales, group, phase)
+
+    def write(self, weight: Weight, row: int, part: Part) -> None:
+        """Store ``part``, on the CPU, as rows ``row`` to ``row + r``.
+
+        It is [r, cols] of any float dtype; for a quantised weight numbers [r, cols] int8 and scales [1, r, groups]
+        bfloat16, or scales and offsets [2, r, groups].
+        """
+        if weight.scales is not None:
+            part, scales = parts(weight, part)
+            weight.scales[:, row : row + scales.shape[1]] = scales
+            if weight.data.dtype == torch.uint8:
+                pairs = F.pad(part, (0, weight.cols % 2)).view(torch.uint8).view(part.shape[0], -1, 2)
+                part = (pairs[..., 0] & 15) | (pairs[..., 1] << 4)
+        assert isinstance(part, Tensor)
+        assert part.shape[1] == weight.data.shape[1]
         assert 0 <= row <= weight.rows - part.shape[0]
         weight.data[row : row + part.shape[0]] = part
 
     def take(self, weight: Weight, ids: Tensor) -> Tensor:
         """Rows ``ids`` [M] int64 of the weight: [M, cols]."""
-        return weight.data[ids].to(self.compute)
+        scales = None if weight.scales is None else weight.scales[:, ids]
+        return self._open(weight._replace(data=weight.data[ids], scales=scales), 0, weight.cols)
+
+    def _open(self, weight: Weight, start: int, stop: int) -> Tensor:
+        """Columns of a weight in the compute dtype."""
+        numbers = weight.data
+        if weight.scales is None:
+            return numbers[:, start:stop].to(self.compute)
+        if numbers.dtype == torch.uint8:
+            numbers = torch.stack((numbers << 4, numbers), -1).flatten(1).view(torch.int8) >> 4
+        group = (torch.arange(start, stop, device=numbers.device) + weight.phase) // weight.group
+        scales = weight.scales.to(self.compute)[..., group]
+        scaled = numbers[:, start:stop].to(self.compute) * scales[0]
+        return scaled if len(scales) == 1 else scaled + scales[1]
 
     def linear(
         self,
@@ -94,7 +144,7 @@ class Ops:
             x = F.pad(x, (0, 0, 0, 4 - rows))
         stack: list[Tensor] = []
         for start, stop, merges in zip(program.bounds, program.bounds[1:], program.merges, strict=False):
-            stack.append(F.linear(x[:, start:stop], weight.data[:, start:stop].to(self.compute))[:rows])
+            stack.append(F.linear(x[:, start:stop], self._open(weight, start, stop))[:rows])
             _merge(stack, merges)
         assert len(stack) == 1 or (bias is None and residual is None)
         result = _close(stack[0], bias, residual) if len(stack) == 1 else torch.stack(stack)
@@ -123,11 +173,23 @@ class Ops:
         """``x`` [M, K] to mean 0 and variance 1 over K, times ``weight`` plus ``bias`` [K]."""
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
+    def head_norm(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, num_heads: int, eps: float) -> Tensor:
+        """``qkv`` [M, (Hq + 2 Hkv) D] with each q and k head normed as by ``rms_norm`` with its weight [D]."""
+        heads = qkv.view(qkv.shape[0], -1, q_weight.shape[0])
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps), v
+        return torch.cat(normed, dim=1).flatten(1)
+
     def activate(self, kind: str, x: Tensor) -> Tensor:
-        """``"silu_mul"``: [M, gate | up] to silu(gate) * up; ``"gelu"`` (erf) and ``"gelu_tanh"`` keep the shape."""
+        """``"silu_mul"``: [M, gate | up] to silu(gate) * up. ``"gelu"`` (erf), ``"gelu_tanh"`` and ``"relu"``
+        keep the shape.
+        """
         if kind == "silu_mul":
             gate, up = x.chunk(2, dim=-1)
             return F.silu(gate) * up
+        if kind == "relu":
+            return F.relu(x)
         return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[kind])
 
     def cache(
@@ -186,12 +248,16 @@ class Ops:
         positions: Tensor,
         groups: Sequence[int],
         scale: float,
+        slopes: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Softmax attention of ``q`` [M, Hq, D] over cached keys and values: [M, Hq, D].
 
         Rows ``starts[s]`` to ``starts[s + 1]`` ([S + 1] int32) are sequence s, whose blocks are ``table[s]`` ([S, B]
         int32); row r sees keys 0 to ``positions[r]`` ([M] int32) of it. Query heads ``groups[j]`` to ``groups[j + 1]``
-        share key head j. A row's value depends on its q and the keys and values that it sees, and on nothing else.
+        share key head j. ``slopes`` [Hq] add slope * (key position - row's position) to a head's scores (ALiBi, Press
+        et al. 2108.12409); of a ``window`` only the last so many keys are seen. A row's value depends on its q and the
+        keys and values that it sees, and on nothing else.
         """
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         sizes = [stop - start for start, stop in zip(groups, groups[1:], strict=False)]
@@ -203,6 +269,11 @@ class Ops:
             v = values[blocks, :, :, : q.shape[2]].transpose(0, 1).flatten(1, 2)[owner]  # [Hq, tokens, D]
             for row in range(start, stop):  # row by row, so that no row's sums can see another's length
                 scores = q[row].unsqueeze(1) @ k[..., : lengths[row]] * scale
+                if slopes is not None:
+                    away = torch.arange(1 - lengths[row], 1, dtype=q.dtype, device=q.device)
+                    scores = scores + slopes.view(-1, 1, 1) * away
+                if window is not None and window < lengths[row]:
+                    scores[..., : lengths[row] - window] = -torch.inf
                 out[row] = (scores.softmax(-1) @ v[:, : lengths[row]]).squeeze(1)
         return out
 
@@ -210,41 +281,25 @@ class Ops:
         """Gumbel noise [R, count] float64 of token ids ``first`` to ``first + count`` at each (seed, position).
 
         A pure function of (seed, position, id) by integer and basic IEEE operations, so the native kernel and any
-        split of the ids give the same bits. Random bits come from splitmix64 (Steele, Lea, Flood 2014).
+        split of the ids give the same bits.
         """
-        pairs = zip(seeds, positions, strict=True)
-        keys = torch.tensor([[_signed(stream(seed, position))] for seed, position in pairs], dtype=torch.int64)
-        counters = torch.arange(first + 1, first + count + 1, dtype=torch.int64) * _signed(_GOLDEN)
-        bits = _mix(keys.view(-1, 1) + counters)
-        uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # 52 bits and a half: exact, never 0 or 1
-        return -_log(-_log(uniform))
+        return noise.gumbel(seeds, positions, first, count)
 
     def exp(self, x: Tensor) -> Tensor:
         """e to the ``x`` (float64, at most 0) by basic IEEE operations, so the same bits everywhere; 0 below -708."""
-        return _exp(x)
+        return noise.exp(x)
 
 
-def stream(seed: int, position: int) -> int:
-    """Where the 64-bit counter of the noise for (seed, position) starts."""
-    return _mix_int(_mix_int(seed + _GOLDEN) ^ (position * _STEP & _MASK))
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_STEP = 0xD1B54A32D192ED03
-_MASK = 2**64 - 1
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-_LOG = (  # log((1 + s) / (1 - s)) = 2 s + s R(s * s) for |s| < 0.1716, from fdlibm's e_log.c
-    6.666666666666735130e-01,
-    3.999999999940941908e-01,
-    2.857142874366239149e-01,
-    2.222219843214978396e-01,
-    1.818357216161805012e-01,
-    1.531383769920937332e-01,
-    1.479819860511658591e-01,
-)
-_ROUND = 1.5 * 2.0**52
-"""Added and taken away again, it rounds a float64 to the nearest whole number."""
+def parts(weight: Weight, part: Part) -> tuple[Tensor, Tensor]:
+    """Numbers and scales for a quantised weight."""
+    assert weight.scales is not None
+    assert isinstance(part, tuple)
+    numbers, scales = part
+    assert numbers.dtype == torch.int8
+    assert scales.dtype == torch.bfloat16
+    assert numbers.shape[1] == weight.cols
+    assert scales.shape == (weight.scales.shape[0], numbers.shape[0], weight.num_groups)
+    return numbers, scales
 
 
 def _merge(stack: list[Tensor], count: int) -> None:
@@ -256,54 +311,6 @@ def _merge(stack: list[Tensor], count: int) -> None:
 def _close(total: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     total = total if bias is None else total + bias
     return total if residual is None else total + residual
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _shift(bits: Tensor, count: int) -> Tensor:
-    """Shift right without the sign."""
-    return torch.bitwise_and(bits >> count, 2 ** (64 - count) - 1)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    for count, factor in _MIX:
-        bits = (bits ^ _shift(bits, count)) * _signed(factor)
-    return bits ^ _shift(bits, 31)
-
-
-def _mix_int(bits: int) -> int:
-    bits &= _MASK
-    for count, factor in _MIX:
-        bits = (bits ^ (bits >> count)) * factor & _MASK
-    return bits ^ (bits >> 31)
-
-
-def _log(x: Tensor) -> Tensor:
-    """log of positive normal float64, in the operations and order of sample.c (fdlibm's e_log.c)."""
-    bits = x.view(torch.int64) + (0x3FF0000000000000 - 0x3FE6A09E00000000)  # the mantissa falls to [sqrt(1/2), sqrt(2))
-    k = (_shift(bits, 52) - 1023).double()
-    f = ((bits & 0x000FFFFFFFFFFFFF) + 0x3FE6A09E00000000).view(torch.float64) - 1.0
-    s = f / (f + 2.0)
-    z = s * s
-    series = torch.full_like(z, _LOG[-1])
-    for coefficient in _LOG[-2::-1]:
-        series = series * z + coefficient
-    half = f * f * 0.5
-    return k * _LN2_HIGH - ((half - (s * (half + series * z) + k * _LN2_LOW)) - f)
-
-
-def _exp(x: Tensor) -> Tensor:
-    """exp of float64 in the operations and order of vector.h: 2^n times a Taylor series on +-log(2) / 2."""
-    clamped = x.clamp(-708.0, 710.0)
-    n = (clamped * math.log2(math.e) + _ROUND) - _ROUND
-    r = (clamped - n * _LN2_HIGH) - n * _LN2_LOW
-    series = torch.full_like(r, 1 / math.factorial(13))
-    for power in range(12, -1, -1):
-        series = series * r + 1 / math.factorial(power)
-    scaled = series * ((n.long() + 1023) << 52).view(torch.float64)
-    return torch.where(x < -708.0, 0.0, scaled)
 
 
 def load_ops(want: str, device: str, compute: torch.dtype) -> tuple[Ops, str]:

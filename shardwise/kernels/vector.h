@@ -93,7 +93,7 @@ INLINE NAME(vec) NAME(fma)(NAME(vec) a, NAME(vec) b, NAME(vec) c) {
 
 /* e to the x: 2^n times the Taylor series of e^r, |r| <= log(2) / 2, as scalar code that vectorises in any loop.
  * Rounding to a whole n is done by adding and subtracting 1.5 * 2^(mantissa bits), whose low bits then hold n. Below the
- * normal numbers it is 0. The double one uses no fma, so that torch can repeat it bit for bit (ops.py, _exp). */
+ * normal numbers it is 0. The double one uses no fma, so that torch can repeat it bit for bit (noise.py). */
 #if IS_FLOAT
 INLINE float exp_f32(float x) {
     float c = x < -87.0f ? -87.0f : x;

@@ -31,6 +31,21 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each MLP."""
+
+    count: int
+    chosen: int
+    """Experts that work on a token."""
+    normed: bool
+    """The weights of a token's chosen experts add up to 1, instead of those of all."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.count <= 4096:
+            raise ValueError(f"model config: {self.chosen} of {self.count} experts can't be chosen")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer, as its family's file read it from config.json or GGUF metadata."""
 
@@ -43,17 +58,23 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    """Features of an MLP, or of each expert."""
     vocab_size: int
     max_positions: int
     norm_eps: float
     activation: str
-    """An elementwise kernel: "silu_mul" (gated), "gelu_tanh" or "gelu"."""
+    """An elementwise kernel: "silu_mul" (gated), "gelu_tanh", "gelu" or "relu"."""
     tied: bool
     """The head is the embedding."""
     dtype: str
     """The checkpoint's own number format, or float32 for a quantised one."""
     rope: Rope | None = None
-    """None: positions are learned."""
+    """None: positions are learned, or felt through ALiBi."""
+    alibi: float = 0.0
+    """The largest exponent of the slopes with which attention falls with distance; 0: it does not."""
+    window: int | None = None
+    """Keys that a token sees, itself included; None: all."""
+    experts: Experts | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     bos: int | None = None
@@ -67,6 +88,8 @@ class ModelConfig:
                 raise ValueError(f"model config: {name} must be a whole number above 0, not {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model config: {self.num_heads} heads can't share {self.num_kv_heads} kv heads evenly")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"model config: a sliding window of {self.window} tokens hides a token from itself")
 
     @property
     def group_size(self) -> int:
@@ -80,8 +103,13 @@ class ModelConfig:
 
     @property
     def mlp_parameters(self) -> int:
-        """Elements of one layer's MLP matrices."""
-        return (3 if self.activation.endswith("_mul") else 2) * self.hidden_size * self.intermediate_size
+        """Elements of one layer's MLP matrices, or of its experts'."""
+        return (3 if self.activation.endswith("_mul") else 2) * self.hidden_size * self.mlp_width
+
+    @property
+    def mlp_width(self) -> int:
+        """Features of the MLP, or of all experts side by side."""
+        return self.intermediate_size * (self.experts.count if self.experts else 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the wire; ``from_dict`` reads it back."""
@@ -90,8 +118,9 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """Inverse of ``to_dict``."""
-        rope = values["rope"]
-        return cls(**{**values, "rope": Rope(**rope) if rope else None, "eos": tuple(values["eos"])})
+        rope, experts = values["rope"], values["experts"]
+        parts = {"rope": Rope(**rope) if rope else None, "experts": Experts(**experts) if experts else None}
+        return cls(**{**values, **parts, "eos": tuple(values["eos"])})
 
     def check(self, layout: Layout, stages: tuple[int, ...] | None = None) -> None:
         """Raise ValueError (what, why, the valid values, the nearest layout that works) for an impossible layout."""
@@ -136,10 +165,16 @@ def head_bounds(config: ModelConfig) -> list[int]:
 
 
 def mlp_bounds(config: ModelConfig) -> list[int]:
-    """Boundaries, in intermediate features, of the chunks over which the MLP output sums; fixed by the model alone."""
-    width = config.intermediate_size
-    unit = MLP_ALIGN if width % MLP_ALIGN == 0 and width >= MLP_ALIGN * MLP_CHUNKS else 1
-    return [bound * unit for bound in even_bounds(width // unit, min(MLP_CHUNKS, width // unit))]
+    """Boundaries, in intermediate features, of the chunks over which the MLP output sums; fixed by the model alone.
+
+    A mixture counts the features of all experts in a row. Each is cut into as many chunks as make 24 or more of all, so
+    that a run of chunks is a run of experts and, at its ends, of parts of experts.
+    """
+    width, count = config.intermediate_size, config.experts.count if config.experts else 1
+    chunks = -(-MLP_CHUNKS // count)
+    unit = MLP_ALIGN if width % MLP_ALIGN == 0 and width >= MLP_ALIGN * chunks else 1
+    inner = [bound * unit for bound in even_bounds(width // unit, min(chunks, width // unit))]
+    return [expert * width + bound for expert in range(count) for bound in inner[:-1]] + [count * width]
 
 
 def even_bounds(count: int, parts: int) -> list[int]:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.kernels.ops import Ops, Weight
+from shardwise.kernels.ops import Ops, Part, Weight
+from shardwise.models.alibi import slopes
 from shardwise.models.batch import KV, Batch
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, mlp_bounds
 from shardwise.models.linear import Embedding, Linear, RowLinear
-from shardwise.models.norm import Norm
+from shardwise.models.moe import Expert, MoE, Partial, partial_program, pieces
+from shardwise.models.norm import HeadNorm, Norm
 from shardwise.models.rope import RopeTable
 from shardwise.models.shard import Shard
 from shardwise.parallel.axis import Axis
@@ -26,10 +28,22 @@ from shardwise.parallel.placement import Plan
 class Attention:
     """Grouped-query attention over the paged cache, for this rank's run of heads."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, qkv: Linear, out: RowLinear, rope: RopeTable | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        qkv: Linear,
+        out: RowLinear,
+        rope: RopeTable | None,
+        head_norm: HeadNorm | None,
+        slopes: Tensor | None,
+    ) -> None:
         self.ops = qkv.ops
         self.qkv = qkv
         self.out = out
+        self.head_norm = head_norm
+        self.slopes = slopes
+        self.window = config.window
         self.cos = rope.cos if rope is not None else None
         self.sin = rope.sin if rope is not None else None
         self.num_heads = shard.heads.size
@@ -38,12 +52,14 @@ class Attention:
 
     def __call__(self, x: Tensor, residual: Tensor, kv: KV, batch: Batch) -> Tensor:
         """[M, hidden] normed, [M, hidden] → [M, hidden] with the residual added; writes the rows' keys and values."""
+        qkv = self.qkv(x)
+        if self.head_norm is not None:
+            qkv = self.head_norm(qkv)
         q = self.ops.rotate_write(
-            self.qkv(x), self.cos, self.sin, batch.positions, batch.slots, kv.keys, kv.values, self.num_heads
+            qkv, self.cos, self.sin, batch.positions, batch.slots, kv.keys, kv.values, self.num_heads
         )
-        mixed = self.ops.attend(
-            q, kv.keys, kv.values, batch.starts, batch.table, batch.positions, self.groups, self.scale
-        )
+        where = batch.starts, batch.table, batch.positions
+        mixed = self.ops.attend(q, kv.keys, kv.values, *where, self.groups, self.scale, self.slopes, self.window)
         return self.out(mixed.flatten(-2), residual)
 
 
@@ -64,7 +80,7 @@ class MLP:
 class Layer:
     """Attention, then MLP, each on a normed copy and added to the residual stream."""
 
-    def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP) -> None:
+    def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP | MoE) -> None:
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
@@ -84,10 +100,12 @@ class Decoder:
         layers: dict[int, Layer],
         rope: RopeTable | None,
         embed: Embedding | None,
+        embed_norm: Norm | None,
         norm: Norm | None,
         head: Linear | None,
     ) -> None:
         self.embed = embed
+        self.embed_norm = embed_norm
         self.rope = rope
         self.layers = layers
         self.norm = norm
@@ -97,6 +115,8 @@ class Decoder:
         """Hidden states [M, hidden] from the stage before (None on the first) → those of this stage's last layer."""
         if self.embed is not None:
             x = self.embed(batch.ids, batch.positions)
+            if self.embed_norm is not None:
+                x = self.embed_norm(x)
         assert x is not None
         for layer, kv in zip(self.layers.values(), cache, strict=True):
             x = layer(x, kv, batch)
@@ -115,10 +135,10 @@ class Decoder:
     def first(self, layers: int) -> Decoder:
         """This decoder without the layers from number ``layers`` on; the two share all parts."""
         kept = {index: layer for index, layer in self.layers.items() if index < layers}
-        return Decoder(kept, self.rope, self.embed, self.norm, self.head)
+        return Decoder(kept, self.rope, self.embed, self.embed_norm, self.norm, self.head)
 
-    def write(self, parameter: str, row: int, part: Tensor) -> None:
-        """Fill rows ``row`` onwards of a parameter named as in the plan; ``part`` is [rows] or [rows, cols] on CPU."""
+    def write(self, parameter: str, row: int, part: Part) -> None:
+        """Fill rows ``row`` onwards of a parameter named as in the plan; ``part`` is [rows] or as for `Ops.write`."""
         *path, name = parameter.split(".")
         part_of: Any = self
         for step in path:
@@ -127,6 +147,7 @@ class Decoder:
         if isinstance(target, Weight):
             part_of.ops.write(target, row, part)
         else:
+            assert isinstance(part, Tensor)
             target[row : row + part.shape[0]] = part
         if isinstance(part_of, RopeTable):
             part_of.fill()
@@ -151,9 +172,12 @@ def build(
         return sum(placement.rows.size for placement in plan[parameter])
 
     def weight(parameter: str) -> Weight:
-        cols = plan[parameter][0].cols
+        first, cols = plan[parameter][0], plan[parameter][0].cols
         assert cols is not None
-        return ops.weight(rows(parameter), cols.size, dtype, device)
+        if first.quantize is None:
+            return ops.weight(rows(parameter), cols.size, dtype, device)
+        group = first.group
+        return ops.quantised(rows(parameter), cols.size, first.quantize.bits, group, cols.start % group, device)
 
     def bias(path: str) -> Tensor | None:
         name = path + ".bias"
@@ -165,23 +189,47 @@ def build(
     def norm(path: str) -> Norm:
         return Norm(ops, config.hidden_size, config.norm_eps, path + ".bias" in plan, device)
 
+    def mlp(at: str) -> MLP | MoE:
+        chunks = shard.mlp_chunks
+        if config.experts is None:
+            whole = RowLinear(ops, weight(at + "mlp.down.weight"), bias(at + "mlp.down"), chunks, axis)
+            return MLP(linear(at + "mlp.up"), whole, config.activation)
+        bounds, tree = mlp_bounds(config), chunks.tree
+        held = pieces(shard.experts(config.intermediate_size), bounds, config.intermediate_size)
+        experts = {}
+        for number, run in held.items():
+            name = f"{at}mlp.experts.{number}."
+            down = Partial(ops, weight(name + "down.weight"), partial_program(tree, run, bounds))
+            experts[number] = Expert(linear(name + "up"), down)
+        leaves = [node for run in held.values() for node in tree.within(run)]
+        merges = tree.program(tree.parts[axis.rank], leaves)
+        return MoE(config.experts, linear(at + "mlp.router"), experts, config.activation, chunks, merges, axis)
+
+    def head_norm(path: str) -> HeadNorm | None:
+        present = path + ".q" in plan
+        return HeadNorm(ops, config.head_dim, config.norm_eps, shard.heads.size, device) if present else None
+
     rope = RopeTable(config.rope, positions, ops.compute, device) if config.rope is not None else None
+    own = slopes(config.num_heads, config.alibi)[shard.heads.start : shard.heads.stop] if config.alibi else None
+    lean = torch.tensor(own, dtype=ops.compute, device=device) if own is not None else None
     layers = {}
     for index in range(shard.layers.start, shard.layers.stop):
         at = f"layers.{index}."
         out = RowLinear(ops, weight(at + "attention.out.weight"), bias(at + "attention.out"), shard.head_chunks, axis)
-        down = RowLinear(ops, weight(at + "mlp.down.weight"), bias(at + "mlp.down"), shard.mlp_chunks, axis)
         layers[index] = Layer(
             norm(at + "attention_norm"),
-            Attention(config, shard, linear(at + "attention.qkv"), out, rope),
+            Attention(
+                config, shard, linear(at + "attention.qkv"), out, rope, head_norm(at + "attention.head_norm"), lean
+            ),
             norm(at + "mlp_norm"),
-            MLP(linear(at + "mlp.up"), down, config.activation),
+            mlp(at),
         )
-    embed = head = None
+    embed = embed_norm = head = None
     if shard.first:
         learned = weight("embed.positions") if "embed.positions" in plan else None
         embed = Embedding(ops, weight("embed.weight"), learned, shard, axis)
+        embed_norm = norm("embed_norm") if "embed_norm.weight" in plan else None
     if shard.last:
         shared = embed.weight if embed is not None and "head.weight" not in plan else None
         head = Linear(ops, shared or weight("head.weight"), None)
-    return Decoder(layers, rope, embed, norm("norm") if shard.last else None, head)
+    return Decoder(layers, rope, embed, embed_norm, norm("norm") if shard.last else None, head)

@@ -31,6 +31,7 @@ class Shard:
     groups: tuple[int, ...]
     """Local query heads groups[j] to groups[j+1] read local kv head j."""
     mlp: Run
+    """MLP features; of a mixture, those of all experts in a row."""
     vocabs: tuple[Run, ...]
     """Vocabulary rows of every tp rank."""
     head_chunks: Chunks
@@ -40,6 +41,14 @@ class Shard:
     def sums(self) -> tuple[Chunks, Chunks]:
         """Its two kinds of row-parallel sum."""
         return self.head_chunks, self.mlp_chunks
+
+    def experts(self, width: int) -> dict[int, Run]:
+        """Of a mixture of experts with ``width`` features each: those that it holds, and which features of each."""
+        first, last = self.mlp.start // width, (self.mlp.stop - 1) // width
+        return {
+            expert: Run(max(self.mlp.start - expert * width, 0), min(self.mlp.stop - expert * width, width))
+            for expert in range(first, last + 1)
+        }
 
     @property
     def vocab(self) -> Run:

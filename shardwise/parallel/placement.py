@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from shardwise.config import Quantization
+
 
 class Run(NamedTuple):
     """The half-open range [start, stop)."""
@@ -59,16 +61,28 @@ class Tree:
 
     def nodes(self, rank: int) -> list[Run]:
         """The largest subtrees within the rank's run, left to right."""
+        return self.within(self.parts[rank])
+
+    def within(self, run: Run) -> list[Run]:
+        """The largest subtrees within any run of chunks, left to right."""
         found: list[Run] = []
-        self._walk(Run(0, self.parts[-1].stop), self.parts[rank], found)
+        self._walk(Run(0, self.parts[-1].stop), run, found)
         return found
 
     def merges(self, rank: int) -> list[int]:
         """The rank's own program: additions after each of its chunks; ``len(nodes(rank))`` sums remain."""
-        program: list[int] = []
-        for node in self.nodes(rank):
-            program += _postfix(node, [Run(chunk, chunk + 1) for chunk in range(node.start, node.stop)])
-        return program
+        return self.program(self.parts[rank])
+
+    def program(self, run: Run, leaves: Sequence[Run] | None = None) -> list[int]:
+        """Additions after each of the run's chunks, or of its ``leaves`` (subtrees that fill it, in order).
+
+        ``len(within(run))`` sums remain.
+        """
+        leaves = leaves or [Run(chunk, chunk + 1) for chunk in range(run.start, run.stop)]
+        found: list[int] = []
+        for node in self.within(run):
+            found += _postfix(node, [leaf for leaf in leaves if node.start <= leaf.start < node.stop])
+        return found
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -128,8 +142,29 @@ class Placement:
     cols: Run | None = None
     transposed: bool = False
     """Stored as [input, output], as GPT-2 does."""
+    index: int | None = None
+    """Which matrix of a stack [matrices, output, input]."""
     paired: int = 0
     """If not 0: each group of this many rows is stored (pair, half) where the model wants (half, pair): GGUF's rope."""
+    quantize: Quantization | None = None
+    """How a matrix's numbers are rounded as they are read; groups are counted along the whole matrix."""
+
+    @property
+    def width(self) -> int:
+        """Input features of the whole matrix."""
+        return self.shape[0] if self.transposed else self.shape[-1]
+
+    @property
+    def group(self) -> int:
+        """Input features that share a scale."""
+        assert self.quantize is not None
+        return min(self.quantize.group or self.width, self.width)
+
+    @property
+    def groups(self) -> Run:
+        """The groups that the columns meet; a group may be cut by them."""
+        assert self.cols is not None
+        return Run(self.cols.start // self.group, -(-self.cols.stop // self.group))
 
     @property
     def size(self) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.config import DTYPES, EngineConfig, Speculation
+from shardwise.config import DTYPES, EngineConfig, Quantization, Speculation
 from shardwise.models.config import ModelConfig
 from shardwise.parallel.placement import Run
 from shardwise.runtime.rank_plan import BYTES, RankPlan, plan_ranks
-from shardwise.runtime.source import Source, open_source
+from shardwise.runtime.source import Source, choose_quantization, open_source
 from shardwise.runtime.spec import DraftSpec
 from shardwise.weights.checkpoint import LoadError
 
@@ -26,6 +26,7 @@ class DraftPlan:
     config: ModelConfig
     """Its own, or the target's."""
     dtype: str
+    quantize: Quantization | None
     layers: int | None
     """Only the target's first so many layers run, and none of its weights is read again; None: all layers."""
     max_len: int
@@ -47,33 +48,47 @@ class DraftPlan:
             model=own.config.to_dict() if own else None,
             index=own.index if own else None,
             dtype=self.dtype,
+            quantize=self.quantize,
             layers=self.layers,
         )
 
 
-def plan_draft(target: ModelConfig, engine: EngineConfig, dtype: str, max_len: int) -> DraftPlan | None:
-    """The draft decoder that ``engine.speculate`` asks for beside a target of ``dtype``; None where it asks for none.
+def plan_draft(
+    source: Source, engine: EngineConfig, dtype: str, quantize: Quantization | None, max_len: int
+) -> DraftPlan | None:
+    """The draft decoder that ``engine.speculate`` asks for beside a target that runs so; None where it asks for none.
 
     A draft model runs in its own dtype if given, else in the engine's, else in its checkpoint's; in float64 beside a
-    float64 target and never elsewhere, since activations share one format. Plain ``self`` rounds the target's weights
-    to bfloat16 where they run as float32 (half the bytes to read, nearly the same tokens), and elsewhere stops after
-    half of the layers. Raises ValueError with the remedy, LoadError for a draft model with broken files.
+    float64 target and never elsewhere, since activations share one format. It is quantised as given, else as its own
+    checkpoint or the engine is. Plain ``self`` rounds the target's weights to bfloat16 where they run as float32 (half
+    the bytes to read, nearly the same tokens), and elsewhere stops after half of the layers. Raises ValueError with the
+    remedy, LoadError for a draft model with broken files.
     """
     by = engine.speculate
     if by is None or by.kind == "ngram":
         return None
+    target = source.config
     if by.kind == "draft":
         return _own_model(by, target, engine, dtype, max_len)
-    narrow = by.dtype or ("bfloat16" if by.layers is None and dtype == "float32" else None)
-    if narrow is not None:
-        _check_narrower(narrow, dtype)
-        layers, found = None, plan_ranks(target, engine, narrow, engine.stages)
+    rounding, whole = by.quantize, by.layers is None and by.quantize is None and quantize is None
+    narrow = by.dtype or ("bfloat16" if whole and dtype == "float32" else None)
+    if rounding is not None and quantize is not None and rounding.bits >= quantize.bits:
+        remedy = "quantize can be int4" if quantize.bits == 8 else "use layers, as in self,layers=8"
+        raise ValueError(
+            f"speculate: self in {rounding} must be narrower than the model, or it only costs; "
+            f"the model is {quantize}: {remedy}"
+        )
+    if narrow is not None or rounding is not None:
+        if narrow is not None:
+            _check_narrower(narrow, dtype, quantize)
+        layers, found = None, plan_ranks(target, engine, narrow or dtype, rounding, engine.stages)
         ranks = tuple(replace(rank, kv_bytes_per_token=0) for rank in found)
     else:
         layers = by.layers or target.num_layers // 2
         _check_layers(layers, target.num_layers)
-        ranks = tuple(_cut(rank, layers) for rank in plan_ranks(target, engine, dtype, engine.stages))
-    return DraftPlan(None, target, narrow or dtype, layers, max_len, target.vocab_size, ranks)
+        found = plan_ranks(target, engine, dtype, quantize, engine.stages)
+        ranks = tuple(_cut(rank, layers) for rank in found)
+    return DraftPlan(None, target, narrow or dtype, rounding, layers, max_len, target.vocab_size, ranks)
 
 
 def _own_model(by: Speculation, target: ModelConfig, engine: EngineConfig, dtype: str, max_len: int) -> DraftPlan:
@@ -91,15 +106,17 @@ def _own_model(by: Speculation, target: ModelConfig, engine: EngineConfig, dtype
             f"speculate: the draft {by.model} runs on the layout of the model, and can't: {error}; "
             "or take another draft, or ngram or self, which fit every layout"
         ) from error
+    quantize = choose_quantization(by.quantize, source) or engine.quantize
     own = _own_dtype(by.dtype, config.dtype if engine.dtype == "auto" else engine.dtype, dtype)
     return DraftPlan(
         source=source,
         config=config,
         dtype=own,
+        quantize=quantize,
         layers=None,
         max_len=min(max_len, config.max_positions),
         num_ids=min(config.vocab_size, target.vocab_size),
-        ranks=plan_ranks(config, engine, own, None),
+        ranks=plan_ranks(config, engine, own, quantize, None),
     )
 
 
@@ -116,10 +133,12 @@ def _own_dtype(given: str | None, usual: str, target: str) -> str:
     return given or ("float32" if usual == "float64" else usual)
 
 
-def _check_narrower(narrow: str, dtype: str) -> None:
-    valid = [name for name in DTYPES[1:] if BYTES[name] < BYTES[dtype]] if dtype != "float64" else []
+def _check_narrower(narrow: str, dtype: str, quantize: Quantization | None) -> None:
+    floats = [name for name in DTYPES[1:] if BYTES[name] < BYTES[dtype]]
+    valid = floats if dtype != "float64" and quantize is None else []
     if narrow not in valid:
         why = "has activations of float64, which only float64 weights go with" if dtype == "float64" else f"is {dtype}"
+        why = f"is {quantize}" if quantize is not None else why
         remedy = f"dtype can be {', '.join(valid)}" if valid else "no dtype can: use layers, as in self,layers=8"
         raise ValueError(
             f"speculate: self in {narrow} must be narrower than the model, or it only costs; the model {why}: {remedy}"

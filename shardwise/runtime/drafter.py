@@ -28,10 +28,12 @@ class Drafter:
         if draft.layers is not None:
             self.part = target.first(draft.layers)
         elif draft.model is None or draft.index is None:
-            rounded = msgspec.structs.replace(spec, dtype=draft.dtype)
+            rounded = msgspec.structs.replace(spec, dtype=draft.dtype, quantize=draft.quantize)
             self.part = make_part(rounded, coordinates, tp, ops, target.cache)
         else:
-            own = msgspec.structs.replace(spec, model=draft.model, index=draft.index, dtype=draft.dtype, stages=None)
+            own = msgspec.structs.replace(
+                spec, model=draft.model, index=draft.index, dtype=draft.dtype, quantize=draft.quantize, stages=None
+            )
             self.part = make_part(own, coordinates, tp, ops)
         self.hidden_size = self.part.hidden_size
         self.vocabs = self.part.shard.vocabs

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.config import BLOCK, EngineConfig
+from shardwise.config import BLOCK, EngineConfig, Quantization
 from shardwise.kernels.build import BuildError, library
 from shardwise.runtime.draft_plan import DraftPlan, plan_draft
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.frames import WorkerSpec
 from shardwise.runtime.processes import ProcessExecutor
 from shardwise.runtime.rank_plan import RankPlan, plan_ranks, row_bytes
-from shardwise.runtime.source import Source
+from shardwise.runtime.source import Source, choose_quantization
 from shardwise.runtime.spec import RunnerSpec
 
 DEFAULT_KV_TOKENS = 32768
@@ -37,6 +37,7 @@ class RunPlan:
     source: Source
     engine: EngineConfig
     dtype: str
+    quantize: Quantization | None
     device: str
     max_model_len: int
     num_blocks: int
@@ -134,8 +135,9 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         raise ValueError(f"max_model_len {longest} is more than the {config.max_positions} positions the model knows")
     device = _device(engine)
     dtype = config.dtype if engine.dtype == "auto" else engine.dtype
-    ranks = plan_ranks(config, engine, dtype, engine.stages)
-    draft = plan_draft(config, engine, dtype, longest)
+    quantize = choose_quantization(engine.quantize, source)
+    ranks = plan_ranks(config, engine, dtype, quantize, engine.stages)
+    draft = plan_draft(source, engine, dtype, quantize, longest)
     held = (*ranks, *(draft.ranks if draft is not None else ()))
     per_token = sum(rank.kv_bytes_per_token for rank in held) * layout.dp
     wanted = engine.kv_tokens or max(min(DEFAULT_KV_TOKENS, 4 * longest), longest)
@@ -147,6 +149,7 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         source=source,
         engine=engine,
         dtype=dtype,
+        quantize=quantize,
         device=device,
         max_model_len=longest,
         num_blocks=num_blocks,
@@ -205,6 +208,7 @@ def runner_spec(plan: RunPlan) -> RunnerSpec:
         split=list(engine.split) if engine.split else None,
         stages=list(engine.stages) if engine.stages else None,
         dtype=plan.dtype,
+        quantize=plan.quantize,
         device=plan.device,
         kernels=engine.kernels,
         num_blocks=plan.num_blocks,

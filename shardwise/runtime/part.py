@@ -72,7 +72,7 @@ def make_part(
     """The part of ``spec``'s model at one place of the mesh, writing to ``cache`` or else to one of its own."""
     config = ModelConfig.from_dict(spec.model)
     shard = make_shard(config, Layout(tp=spec.tp, pp=spec.pp), coordinates.tp, coordinates.pp, spec.split, spec.stages)
-    plan = make_plan(config, shard)
+    plan = make_plan(config, shard, spec.quantize)
     device = torch.device(spec.device)
     positions = min(spec.max_model_len, config.max_positions)
     decoder = build(config, shard, plan, tp, ops, getattr(torch, spec.dtype), positions, device)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import EngineConfig
+from shardwise.config import EngineConfig, Quantization
 from shardwise.models.config import ModelConfig
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import Shard, make_shard
+from shardwise.parallel.placement import Placement
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -31,12 +32,16 @@ def compute_bytes(dtype: str) -> int:
 
 
 def plan_ranks(
-    config: ModelConfig, engine: EngineConfig, dtype: str, stages: Sequence[int] | None
+    config: ModelConfig,
+    engine: EngineConfig,
+    dtype: str,
+    quantize: Quantization | None,
+    stages: Sequence[int] | None,
 ) -> tuple[RankPlan, ...]:
-    """Every rank of a replica in rank order, with weights of ``dtype`` and so many layers per stage."""
+    """Every rank of a replica in rank order, with weights of ``dtype`` or rounded, and so many layers per stage."""
     layout = engine.layout
     return tuple(
-        _plan_rank(config, make_shard(config, layout, tp, pp, engine.split, stages), dtype, tp, pp)
+        _plan_rank(config, make_shard(config, layout, tp, pp, engine.split, stages), dtype, quantize, tp, pp)
         for pp in range(layout.pp)
         for tp in range(layout.tp)
     )
@@ -48,16 +53,26 @@ def row_bytes(config: ModelConfig, ranks: Sequence[RankPlan], dtype: str) -> int
     return config.hidden_size * compute_bytes(dtype) * nodes
 
 
-def _plan_rank(config: ModelConfig, shard: Shard, dtype: str, tp: int, pp: int) -> RankPlan:
-    plan = make_plan(config, shard)
+def _plan_rank(
+    config: ModelConfig, shard: Shard, dtype: str, quantize: Quantization | None, tp: int, pp: int
+) -> RankPlan:
+    plan = make_plan(config, shard, quantize)
     parameters = sum(placement.size for placements in plan.values() for placement in placements)
-    matrices = sum(p.size for placements in plan.values() for p in placements if p.cols is not None)
-    compute = compute_bytes(dtype)  # vectors and the cache are kept in the compute dtype
+    compute = compute_bytes(dtype)
     return RankPlan(
         tp=tp,
         pp=pp,
         shard=shard,
         parameters=parameters,
-        weight_bytes=matrices * BYTES[dtype] + (parameters - matrices) * compute,
+        weight_bytes=sum(_bytes(part, dtype) for placements in plan.values() for part in placements),
         kv_bytes_per_token=shard.layers.size * shard.kv_heads.size * 2 * config.head_dim * compute,
     )
+
+
+def _bytes(part: Placement, dtype: str) -> int:
+    if part.cols is None:  # vectors, like the cache, are kept in the compute dtype
+        return part.size * compute_bytes(dtype)
+    if part.quantize is None:
+        return part.size * BYTES[dtype]
+    scales = part.rows.size * part.groups.size * BYTES["bfloat16"]
+    return part.size + scales if part.quantize.bits == 8 else part.size // 2 + 2 * scales  # and offsets

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.kernels.ops import Ops, stream
+from shardwise.kernels.noise import stream
+from shardwise.kernels.ops import Ops
 
 ACCEPTS, RESIDUALS = 2**32, 2**33
 """Added to a position, which is below 2^32, they give the random numbers of a decision, and of what takes the draft's

@@ -13,17 +13,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Layout
+from shardwise.config import Layout, Quantization
 from shardwise.models.config import ModelConfig
 from shardwise.models.families.family import Family, ids
-from shardwise.models.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, find
+from shardwise.models.families.table import BY_MODEL_TYPE, find, find_gguf, make_plan
 from shardwise.models.shard import make_shard
 from shardwise.weights.checkpoint import Index, LoadError
 from shardwise.weights.gguf import read_gguf
 from shardwise.weights.resolve import Resolved, resolve
 from shardwise.weights.safetensors import index_safetensors
+from shardwise.weights.stored import FORMATS, OFFSETS, SCALES, stored_shapes
 
 MAX_JSON_BYTES = 10 * 2**20
+METHOD = "shardwise"
+"""quant_method of quantization_config in config.json."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ def open_source(model: str | Path) -> Source:
     """
     resolved = resolve(str(model))
     path = Path(resolved.path)
+    quantization = None
     if resolved.kind == "gguf":
         metadata, stored = read_gguf(path)
         metadata["tensors"] = frozenset(stored.tensors)
-        family = find(BY_ARCHITECTURE, "general.architecture", metadata)
+        family = find_gguf(metadata)
         config = replace(family.from_gguf(metadata), dtype=_gguf_format(stored))
         names = {name: family.gguf_name(name) or name for name in stored.tensors}
         generation: dict[str, Any] = {}
@@ -60,11 +64,13 @@ def open_source(model: str | Path) -> Source:
         values = read_json(path / "config.json")
         family = find(BY_MODEL_TYPE, "model_type", values)
         config = family.from_hf(values)
+        quantization = stored_quantization(values)
         stored = index_safetensors(path)
         names = {name: family.hf_name(name) for name in stored.tensors}
         file = path / "generation_config.json"
         generation = read_json(file) if file.is_file() else {}
-    index = Index(files=stored.files, tensors={names[name]: info for name, info in stored.tensors.items()})
+    tensors = {names[name]: info for name, info in stored.tensors.items()}
+    index = Index(files=stored.files, tensors=tensors, quantization=quantization)
     account(config, family, index, path)
     eos = frozenset(config.eos + ids(generation.get("eos_token_id")))
     return Source(resolved, config, index, eos, metadata, generation)
@@ -95,8 +101,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def account(config: ModelConfig, family: Family, index: Index, path: Path) -> None:
     """LoadError unless every parameter has its tensor, of the right shape, and no tensor is left over."""
-    plan = family.plan(config, make_shard(config, Layout()))
-    wanted = {placement.tensor: placement.shape for placements in plan.values() for placement in placements}
+    plan = make_plan(config, make_shard(config, Layout()), index.quantization)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for placement in (placement for placements in plan.values() for placement in placements):
+        wanted |= {placement.tensor: placement.shape} if placement.quantize is None else stored_shapes(placement)
     missing = sorted(set(wanted) - set(index.tensors))
     if missing:
         raise LoadError(f"{path}: the checkpoint lacks {_some(missing)}")
@@ -106,6 +114,11 @@ def account(config: ModelConfig, family: Family, index: Index, path: Path) -> No
             raise LoadError(
                 f"{path}: tensor {name} has shape {list(found)}, but the configuration asks for {list(shape)}"
             )
+    for name, info in index.tensors.items() if index.quantization is not None else ():
+        if name.endswith((SCALES, OFFSETS)) and info.dtype != "BF16":
+            raise LoadError(f"{path}: tensor {name} is {info.dtype}, not BF16")
+        if name + SCALES in wanted and info.dtype != FORMATS[4 if name + OFFSETS in wanted else 8]:
+            raise LoadError(f"{path}: tensor {name} is {info.dtype}, which doesn't go with {index.quantization}")
     tied = {"lm_head.weight"} if config.tied else set()  # some checkpoints store the tied head as well
     extra = sorted(name for name in set(index.tensors) - set(wanted) - tied if not family.ignored(name))
     if extra:
@@ -113,6 +126,31 @@ def account(config: ModelConfig, family: Family, index: Index, path: Path) -> No
             f"{path}: the checkpoint holds {_some(extra)}, of which this family ({family.name}) makes no use: "
             "its answer would not be the model's"
         )
+
+
+def stored_quantization(values: Mapping[str, Any]) -> Quantization | None:
+    """What config.json says of the weights: None, or as `convert` writes it; ValueError for another's format."""
+    stored = values.get("quantization_config")
+    if stored is None:
+        return None
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if method != METHOD:
+        raise ValueError(
+            f"model config: the weights are quantised by {method!r}, which is not read here; take the model as it was "
+            "before, with --quantize int8 or int4"
+        )
+    return Quantization(stored.get("bits"), stored.get("group_size"))
+
+
+def choose_quantization(asked: Quantization | None, source: Source) -> Quantization | None:
+    """The checkpoint's own, or else as asked; ValueError where those are two."""
+    stored = source.index.quantization
+    if stored is not None and asked not in (None, stored):
+        raise ValueError(
+            f"quantize: {source.resolved.source} holds weights of {stored}, which can't become {asked}: leave it out, "
+            f"or convert the original model with --quantize {asked}"
+        )
+    return stored or asked
 
 
 def _some(names: list[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from shardwise.config import Quantization
 from shardwise.weights.checkpoint import Index
 
 
@@ -17,8 +18,9 @@ class DraftSpec(msgspec.Struct, frozen=True):
     index: Index | None
     """Where that model's tensors lie."""
     dtype: str
+    quantize: Quantization | None
     layers: int | None
-    """Run only the target's first so many layers, which are there already; None: all, read in ``dtype``."""
+    """Run only the target's first so many layers, which are there already; None: all, read in ``dtype`` or rounded."""
 
 
 class RunnerSpec(msgspec.Struct, frozen=True):
@@ -32,6 +34,7 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     split: list[float] | None
     stages: list[int] | None
     dtype: str
+    quantize: Quantization | None
     device: str
     kernels: str
     num_blocks: int

@@ -38,7 +38,7 @@ def main(make: Callable[[WorkerSpec], Member]) -> None:
 
     def hold(control: int, unused: int, forks: int) -> NoReturn:
         os.close(unused)
-        _die(control, lambda frames: _hold(frames, forks, make))
+        live(control, lambda frames: _hold(frames, forks, make))
 
     forkserver.main(hold)
 
@@ -53,7 +53,7 @@ def _hold(frames: Frames, forks: int, make: Callable[[WorkerSpec], Member]) -> N
 
     def work(control: int, shared: int, unused: int) -> NoReturn:
         os.close(unused)
-        _die(control, lambda frames: _serve(frames, member.join(shared), member))
+        live(control, lambda frames: _serve(frames, member.join(shared), member))
 
     forkserver.serve(forks, work)
 
@@ -68,12 +68,12 @@ def _serve(frames: Frames, figures: Figures, member: Member) -> None:
             frames.send(pack(Kind.RESULT, result))
 
 
-def _die(control: int, live: Callable[[Frames], None]) -> NoReturn:
+def live(control: int, life: Callable[[Frames], None]) -> NoReturn:
     """Live with the front at the other end of the ``control`` socket, and tell it of an exception that ends that."""
     frames = Frames(socket.socket(fileno=control))
     code = 0
     try:
-        live(frames)
+        life(frames)
     except BaseException as error:
         code = 1
         trace = traceback.format_exc()

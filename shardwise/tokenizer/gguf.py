@@ -50,6 +50,7 @@ SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Split(_LLAMA3.expressions)),
+    "bloom": Split((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
     "tekken": Split((_TEKKEN,), ignore_merges=True, add_bos=True),
     "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
 }

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.config import Quantization
+
 MAX_HEADER = 100_000_000
 """Bytes a header or an index file may have (safetensors' own limit)."""
 MAX_DIM = 2**40
@@ -61,6 +63,8 @@ class Index(msgspec.Struct):
 
     files: list[str]
     tensors: dict[str, TensorInfo]
+    quantization: Quantization | None = None
+    """How the matrices that come with scales were rounded."""
 
 
 def cell(dtype: str) -> tuple[int, int]:

@@ -81,8 +81,8 @@ def _only_file(directory: Path) -> Path:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in directory.glob(pattern))
     if pickled:
         raise LoadError(
-            f"{directory}: only pickled weights ({pickled[0]}), which can run code and are never opened; convert them "
-            "to safetensors (save_pretrained in a sandbox, or the hub's convert space)"
+            f"{directory}: only pickled weights ({pickled[0]}), which can run code and are never opened here; write "
+            f"them as safetensors first: shardwise convert {directory} NEW"
         )
     raise LoadError(f"{directory}: holds no .safetensors file")
 

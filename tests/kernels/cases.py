@@ -18,6 +18,18 @@ def pack(ops: Ops, matrix: Tensor, dtype: torch.dtype) -> Weight:
     return weight
 
 
+def pack_whole(
+    ops: Ops, numbers: Tensor, scales: Tensor, group: int, rows: slice = slice(None), cols: slice = slice(None)
+) -> Weight:
+    """A slice of quantised [N, K] numbers, 8 bits if they have no offsets, with the scales of the groups it meets."""
+    start, stop, _ = cols.indices(numbers.shape[1])
+    part = numbers[rows, start:stop]
+    own = scales[:, rows, start // group : -(-stop // group)]
+    weight = ops.quantised(*part.shape, 12 - 4 * scales.shape[0], group, start % group, "cpu")
+    ops.write(weight, 0, (part, own))
+    return weight
+
+
 @dataclass
 class Context:
     """Sequences of given lengths whose last rows attend; what no token ever filled is NaN."""
@@ -29,10 +41,13 @@ class Context:
     table: Tensor
     positions: Tensor
     groups: tuple[int, ...]
+    slopes: Tensor | None = None
+    window: int | None = None
 
     def attend(self, ops: Ops) -> Tensor:
         scale = self.q.shape[2] ** -0.5
-        return ops.attend(self.q, self.keys, self.values, self.starts, self.table, self.positions, self.groups, scale)
+        where = self.starts, self.table, self.positions
+        return ops.attend(self.q, self.keys, self.values, *where, self.groups, scale, self.slopes, self.window)
 
 
 def context(

@@ -23,12 +23,16 @@ def dense(case: Context) -> Tensor:
     for sequence in range(len(starts) - 1):
         for row in range(starts[sequence], starts[sequence + 1]):
             seen = int(case.positions[row]) + 1
+            first = max(seen - (case.window or seen), 0)
             blocks = case.table[sequence, : -(-seen // 16)].long()
             for head in range(heads):
                 j = next(j for j in range(len(case.groups)) if case.groups[j + 1] > head)
                 k = case.keys[blocks, j].transpose(0, 1).reshape(dims, -1)[:, :seen].double()
                 v = case.values[blocks, j].reshape(-1, case.values.shape[3])[:seen, :dims].double()
-                out[row, head] = (case.q[row, head].double() @ k * dims**-0.5).softmax(0) @ v
+                scores = case.q[row, head].double() @ k * dims**-0.5
+                if case.slopes is not None:
+                    scores += float(case.slopes[head]) * torch.arange(1.0 - seen, 1.0, dtype=torch.float64)
+                out[row, head] = scores[first:].softmax(0) @ v[first:]
     return out
 
 
@@ -42,11 +46,28 @@ def test_is_attention(pair: Pair, groups: tuple[int, ...], dims: int) -> None:
         torch.testing.assert_close(case.attend(ops).double(), dense(case), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("window", [None, 1, 16, 23, 1000])
+@pytest.mark.parametrize("sloped", [False, True])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_row_does_not_feel_the_batch(pair: Pair, groups: tuple[int, ...]) -> None:
+def test_slopes_and_windows(pair: Pair, groups: tuple[int, ...], sloped: bool, window: int | None) -> None:
+    """A head that falls with another's slope, distances from the wrong end, a window one key too wide or narrow."""
+    for ops in pair:
+        case = context(ops, groups, 10, LENGTHS, ROWS)
+        slopes = torch.linspace(0.01, 1, groups[-1], dtype=ops.compute) if sloped else None
+        case = replace(case, slopes=slopes, window=window)
+        tolerance = 2e-6 if ops.compute == torch.float32 else 1e-13
+        torch.testing.assert_close(case.attend(ops).double(), dense(case), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("slope", "window"), [(None, None), (0.3, 20)])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_row_does_not_feel_the_batch(
+    pair: Pair, groups: tuple[int, ...], slope: float | None, window: int | None
+) -> None:
     """A tile of rows, or another sequence, that changes the order of a row's sums."""
     for ops in pair:
-        case = context(ops, groups, 24, LENGTHS, ROWS)
+        slopes = None if slope is None else torch.full((groups[-1],), slope, dtype=ops.compute)
+        case = replace(context(ops, groups, 24, LENGTHS, ROWS), slopes=slopes, window=window)
         full, starts = case.attend(ops), case.starts.tolist()
         for sequence in range(len(LENGTHS)):
             for row in range(starts[sequence], starts[sequence + 1]):

@@ -14,8 +14,9 @@ import torch
 from shardwise.kernels import build
 from shardwise.kernels.native import NativeOps
 from shardwise.kernels.ops import Ops, Program, load_ops
+from shardwise.weights.quantise import quantise
 
-from .cases import context, pack
+from .cases import context, pack, pack_whole
 from .conftest import FORMATS, compute_of
 
 FAKE_COMPILER = """#!/bin/sh
@@ -142,6 +143,9 @@ def everything(ops: NativeOps, dtype: torch.dtype) -> list[torch.Tensor]:
     torch.manual_seed(3)
     x, matrix = torch.randn(29, 66, dtype=ops.compute), torch.randn(45, 66)
     answers = [ops.linear(x[:rows], pack(ops, matrix, dtype), Program((0, 30, 66), (0, 1))) for rows in (1, 3, 6, 29)]
+    for bits, group in ((8, 66), (4, 11)):
+        weight = pack_whole(ops, *quantise(matrix, bits, group), group)
+        answers += [ops.linear(x[:rows], weight, Program((0, 30, 66), (0, 1))) for rows in (1, 3, 6, 29)]
     answers += [ops.rms_norm(x, x[0], 1e-5), ops.layer_norm(x, x[0], x[1], 1e-5)]
     answers += [ops.activate(kind, x) for kind in ("silu_mul", "gelu", "gelu_tanh")]
     answers += [context(ops, (0, 3, 6), dims, (70, 20), (30, 1)).attend(ops) for dims in (10, 64, 80)]

@@ -18,9 +18,11 @@ def layer(ops: Ops, x: Tensor, parts: dict[str, Tensor], keys: Tensor, values: T
     qkv_weight, out_weight, up_weight = (parts["weights"][name] for name in ("qkv", "out", "up"))  # type: ignore[index]
     rows = torch.arange(x.shape[0], dtype=torch.int32)
     qkv = ops.linear(ops.rms_norm(x, parts["norm"], 1e-5), qkv_weight, Program.whole(WIDTH))
+    qkv = ops.head_norm(qkv, parts["norm"][:DIMS], parts["norm"][DIMS : 2 * DIMS], HEADS, 1e-5)
     q = ops.rotate_write(qkv, parts["cos"], parts["sin"], rows, rows, keys, values, HEADS)
     starts, table = torch.tensor([0, x.shape[0]], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    mixed = ops.attend(q, keys, values, starts, table, rows, (0, 2, 4), DIMS**-0.5).flatten(1)
+    how = (0, 2, 4), DIMS**-0.5, parts["norm"][:HEADS].contiguous(), 3
+    mixed = ops.attend(q, keys, values, starts, table, rows, *how).flatten(1)
     nodes = ops.linear(mixed, out_weight, Program((0, 12, WIDTH), (0, 0)))
     x = ops.finish(nodes.unbind(), (0, 1), parts["norm"], x)
     return ops.activate(

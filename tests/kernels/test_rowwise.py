@@ -52,7 +52,21 @@ def test_norm_of_far_away_rows(pair: Pair) -> None:
         assert ops.rms_norm(x * 1e15, ones, 1e-5).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["silu_mul", "gelu", "gelu_tanh"])
+def test_norms_of_heads(pair: Pair) -> None:
+    """A head normed with the other's weight, values normed too, or a head that feels the ones beside it."""
+    for ops in pair:
+        for heads, key_heads, dims in ((5, 2, 33), (1, 1, 6), (8, 8, 64)):
+            qkv = torch.randn(7, (heads + 2 * key_heads) * dims, dtype=ops.compute)
+            q, k = torch.randn(2, dims, dtype=ops.compute).unbind()
+            whole = ops.head_norm(qkv, q, k, heads, 1e-3).view(7, -1, dims)
+            each = qkv.view(7, -1, dims).unbind(1)
+            for head, x in enumerate(each):
+                want = ops.rms_norm(x.contiguous(), q if head < heads else k, 1e-3) if head < heads + key_heads else x
+                close(ops, whole[:, head], want)
+            assert torch.equal(ops.head_norm(qkv[:1].clone(), q, k, heads, 1e-3).view(-1, dims), whole[0])
+
+
+@pytest.mark.parametrize("kind", ["silu_mul", "gelu", "gelu_tanh", "relu"])
 def test_activations(pair: Pair, kind: str) -> None:
     """A wrong formula, gate and up exchanged, or an exponential that is inexact far from 0."""
     for ops in pair:
@@ -63,7 +77,7 @@ def test_activations(pair: Pair, kind: str) -> None:
         torch.testing.assert_close(ops.activate(kind, extreme), Ops(ops.compute).activate(kind, extreme))
 
 
-@pytest.mark.parametrize("kind", ["silu_mul", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["silu_mul", "gelu", "gelu_tanh", "relu"])
 def test_activation_does_not_feel_its_place(pair: Pair, kind: str) -> None:
     """A vectorised body and a scalar tail that round differently: a shard would change the answer."""
     ops = pair[0]

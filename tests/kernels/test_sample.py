@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shardwise.kernels.native import NativeOps
-from shardwise.kernels.ops import Ops, stream
+from shardwise.kernels.noise import stream
+from shardwise.kernels.ops import Ops
 
 Pair = tuple[NativeOps, Ops]
 SEEDS, POSITIONS = [0, 1, 2**63 - 1, 12345], [0, 7, 2**31, 1]

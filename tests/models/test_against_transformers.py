@@ -13,26 +13,42 @@ from shardwise import reference
 from shardwise.runtime.source import open_source
 from shardwise.schedule.step import Chunk, Sampling, Step
 from tests.harness import plan_of, threads, whole_weights
-from tests.tiny import LLAMAS, hf_logits, save_gpt2, save_llama
+from tests.tiny import LLAMAS, OTHERS, hf_logits, save_gpt2, save_llama, save_other
 
 LAYOUTS = [f"tp{tp}.pp{pp}" for tp in (1, 2, 3, 4) for pp in (1, 2, 3)]
+FEWER = [f"tp{tp}.pp{pp}" for tp in (1, 2, 3) for pp in (1, 2)]
 TOKENS = [(7 * index + 3) % 61 for index in range(40)]
 CUTS = [0, 1, 9, 16, 17, 33, 40]
 
 
+class Models(dict[str, tuple[Path, Tensor]]):
+    """Directories and their true logits of TOKENS by name, each made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __missing__(self, name: str) -> tuple[Path, Tensor]:
+        path = self.root / name
+        if name == "biased":
+            save_llama(path, "groups", seed=1, attention_bias=True, mlp_bias=True)
+        elif name == "gpt2_wide":
+            save_gpt2(path, heads=4, hidden=24, layers=4, vocab=64, seed=2)
+        elif name == "gpt2":
+            save_gpt2(path)
+        else:
+            (save_llama if name in LLAMAS else save_other)(path, name)
+        self[name] = path, hf_logits(path, TOKENS)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
-    root = tmp_path_factory.mktemp("models")
-    paths = {name: save_llama(root / name, name) for name in LLAMAS}
-    paths["biased"] = save_llama(root / "biased", "groups", seed=1, attention_bias=True, mlp_bias=True)
-    paths["gpt2"] = save_gpt2(root / "gpt2")
-    paths["gpt2_wide"] = save_gpt2(root / "gpt2_wide", heads=4, hidden=24, layers=4, vocab=64, seed=2)
-    return {name: (path, hf_logits(path, TOKENS)) for name, path in paths.items()}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
-def logits_at_cuts(path: Path, layout: str, kernels: str) -> Tensor:
+def logits_at_cuts(path: Path, layout: str, kernels: str, **settings: Any) -> Tensor:
     """Logits of the last row of each chunk of TOKENS, cut at CUTS, on a layout of threads."""
-    plan = plan_of(path, layout, kernels=kernels)
+    plan = plan_of(path, layout, kernels=kernels, **settings)
     sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logits=True)
     rows = []
     with threads(plan) as (executor,):
@@ -46,7 +62,7 @@ def logits_at_cuts(path: Path, layout: str, kernels: str) -> Tensor:
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("name", [*LLAMAS, "biased", "gpt2", "gpt2_wide"])
-def test_logits_equal_transformers(models: dict[str, tuple[Path, Tensor]], name: str, kernels: str) -> None:
+def test_logits_equal_transformers(models: Models, name: str, kernels: str) -> None:
     """Guards the mathematics of each family in every layout: 1e-10 leaves no room for a wrong slice or order."""
     path, expected = models[name]
     layers = open_source(path).config.num_layers
@@ -56,8 +72,18 @@ def test_logits_equal_transformers(models: dict[str, tuple[Path, Tensor]], name:
             torch.testing.assert_close(found, expected[[cut - 1 for cut in CUTS[1:]]], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [*LLAMAS, "biased", "gpt2"])
-def test_the_oracle_equals_transformers(models: dict[str, tuple[Path, Tensor]], name: str) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_logits_of_other_families(models: Models, name: str, kernels: str) -> None:
+    """Guards every other family alike: biases, norms of heads, ALiBi, windows, offsets of positions, experts."""
+    path, expected = models[name]
+    for layout in FEWER:
+        found = logits_at_cuts(path, layout, kernels)
+        torch.testing.assert_close(found, expected[[cut - 1 for cut in CUTS[1:]]], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*LLAMAS, "biased", "gpt2", *OTHERS])
+def test_the_oracle_equals_transformers(models: Models, name: str) -> None:
     """Guards the oracle, which every other test trusts."""
     path, expected = models[name]
     source = open_source(path)
@@ -97,9 +123,14 @@ def test_rope_scaling_equals_transformers(tmp_path: Path, kind: str) -> None:
     ("change", "words"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope scaling 'dynamic'"),
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: gpt2, llama, mistral"),
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; supported: bloom, gpt2, llama",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"sliding_window": 16}, "sliding_window 16"),
+        ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window 16 in some"),
+        ({"sliding_window": 0}, "a sliding window of 0"),
+        ({"sliding_window": 16, "layer_types": 3}, "layer_types must be a list"),
         ({"num_key_value_heads": 2}, "9 heads can't share 2 kv heads"),
         ({"hidden_size": None}, "hidden_size must be a whole number"),
         ({"num_hidden_layers": 10**12}, "num_layers"),
@@ -115,3 +146,47 @@ def test_unsupported_numbers_are_refused(tmp_path: Path, change: dict[str, Any],
     with pytest.raises(ValueError, match="model config") as caught:
         open_source(path)
     assert words in str(caught.value)
+
+
+SOME_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "opt-350m"),
+        ("opt", {"word_embed_proj_dim": 16}, "an embedding of 16 for a width of 35"),
+        ("opt", {"enable_bias": False}, "Galactica"),
+        ("opt", {"activation_function": "swish"}, "activation_function 'swish'"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("qwen2", SOME_WINDOW, None),
+        ("qwen2", {**SOME_WINDOW, "max_window_layers": 1}, "window 8 in some layers"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 27}, "27 of 26 experts"),
+        ("mixtral", {"num_local_experts": 4}, "has shape [5, 54]"),
+    ],
+)
+def test_what_other_families_refuse(tmp_path: Path, name: str, change: dict[str, Any], words: str | None) -> None:
+    """Guards each family's variants that other code would be needed for, and that an idle setting stops nobody."""
+    import json
+
+    path = save_other(tmp_path, name)
+    config = path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    if words is None:
+        assert open_source(path).config.window is None
+        return
+    with pytest.raises(ValueError, match=r"model config|configuration") as caught:
+        open_source(path)
+    assert words in str(caught.value)
+
+
+def test_code_llamas_vocabulary(tmp_path: Path) -> None:
+    """Guards 32016 tokens, which five ranks cut unevenly, with a rotation of base 1e6."""
+    path = save_other(tmp_path, "code_llama", vocab_size=32016, num_hidden_layers=1, dtype=torch.float32)
+    plan = plan_of(path, "tp5")
+    assert plan.source.config.rope is not None
+    assert plan.source.config.rope.theta == 1e6
+    assert [rank.shard.vocab.size for rank in plan.ranks] == [6404, 6403, 6403, 6403, 6403]
+    found = logits_at_cuts(path, "tp5", "native", dtype="float64")
+    torch.testing.assert_close(found, hf_logits(path, TOKENS)[[cut - 1 for cut in CUTS[1:]]], rtol=0, atol=1e-10)

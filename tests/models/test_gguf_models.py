@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,17 @@ import torch
 from gguf import GGUFWriter
 from safetensors.numpy import load_file
 
-from shardwise.models.families import gpt2, llama
+from shardwise.config import Coordinates
+from shardwise.kernels.ops import Ops
+from shardwise.models.families import bloom, gpt2, llama, mixtral, qwen3
+from shardwise.parallel.axis import Axis
 from shardwise.params import SamplingParams
+from shardwise.runtime.launch import runner_spec
+from shardwise.runtime.part import make_part
 from shardwise.runtime.source import open_source
 from shardwise.weights.checkpoint import LoadError
 from tests.harness import Job, plan_of, run, threads
-from tests.tiny import LLAMAS, save_gpt2, save_llama
+from tests.tiny import LLAMAS, OTHERS, save_gpt2, save_llama, save_other
 
 Array = np.ndarray[Any, Any]
 
@@ -92,18 +99,86 @@ def gpt2_gguf(path: Path, target: Path) -> Path:
     return to_gguf(path, target, "gpt2", numbers, stored)
 
 
+RENAMED = {
+    "qwen2": ("qwen2", llama.GGUF_LAYER),
+    "qwen3": ("qwen3", qwen3.GGUF_LAYER),
+    "qwen3_moe": ("qwen3moe", qwen3.GGUF_MOE_LAYER),
+    "mixtral": ("llama", mixtral.GGUF_LAYER),
+}
+"""Their architectures, and their tensors by GGUF name."""
+
+
+def other_gguf(path: Path, target: Path, name: str) -> Path:
+    """What llama.cpp's converter makes of them: experts stacked, q and k in pairs for Mixtral alone."""
+    arch, table = RENAMED[name]
+    size = OTHERS[name][1]
+    heads, kv = size["num_attention_heads"], size["num_key_value_heads"]
+    names = names_of(table, llama.GGUF_ENDS, "model.layers.", 3)
+    stored: dict[str, Array] = {}
+    stacks: dict[str, dict[int, Array]] = {}
+    for key, array in load_file(path / "model.safetensors").items():
+        if match := re.fullmatch(r"(.*experts\.)(\d+)\.(.*)", key):
+            stacks.setdefault(names[match[1] + match[3]], {})[int(match[2])] = array
+        else:
+            pairs = heads if ".q_proj." in key else kv if ".k_proj." in key else 0
+            stored[names[key]] = paired(array, pairs) if pairs and name == "mixtral" else array
+    stored |= {key: np.stack([stack[expert] for expert in range(len(stack))]) for key, stack in stacks.items()}
+    width = size.get("intermediate_size", 1)
+    numbers = {
+        "block_count": 3,
+        "context_length": 256,
+        "embedding_length": size["hidden_size"],
+        "feed_forward_length": width,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv,
+        "attention.key_length": size["head_dim"],
+        "attention.value_length": size["head_dim"],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e6 if name == "mixtral" else 1e4,
+        "vocab_size": 83,
+    }
+    if stacks:
+        experts = size.get("num_local_experts", size.get("num_experts"))
+        numbers |= {"expert_count": experts, "expert_used_count": size["num_experts_per_tok"]}
+        numbers |= {"expert_feed_forward_length": size.get("moe_intermediate_size", width)}
+    return to_gguf(path, target, arch, numbers, stored)
+
+
+def bloom_gguf(path: Path, target: Path) -> Path:
+    """q, k and v of all heads one after the other, where Hugging Face has them head by head."""
+    names, heads, hidden = names_of(bloom.GGUF_LAYER, bloom.GGUF_ENDS, "h.", 3), 12, 48
+    stored = {}
+    for key, array in load_file(path / "model.safetensors").items():
+        if "query_key_value" in key:
+            array = array.reshape(heads, 3, hidden // heads, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
+        stored[names[key.removeprefix("transformer.")]] = array
+    numbers = {
+        "block_count": 3,
+        "context_length": 256,
+        "embedding_length": hidden,
+        "feed_forward_length": 4 * hidden,
+        "attention.head_count": heads,
+        "attention.layer_norm_epsilon": 1e-5,
+        "vocab_size": 83,
+    }
+    return to_gguf(path, target, "bloom", numbers, stored)
+
+
 JOBS = [
     Job([5, 9, 13, 2, 40, 41, 42], SamplingParams(max_tokens=6, ignore_eos=True)),
     Job([(7 * index) % 61 for index in range(30)], SamplingParams(6, 0.8, seed=3, ignore_eos=True)),
 ]
 
 
-@pytest.mark.parametrize("name", ["groups", "few_kv", "gpt2"])
+@pytest.mark.parametrize("name", ["groups", "few_kv", "gpt2", "bloom", *RENAMED])
 def test_both_formats_give_the_same_bits(tmp_path: Path, name: str) -> None:
     """Guards GGUF's own conventions: names, paired rotary rows, untransposed matrices, tied heads, numbers."""
     if name == "gpt2":
         path = save_gpt2(tmp_path / "hf")
         file = gpt2_gguf(path, tmp_path / "model.gguf")
+    elif name in OTHERS:
+        path = save_other(tmp_path / "hf", name, dtype=torch.float32)
+        file = (bloom_gguf if name == "bloom" else partial(other_gguf, name=name))(path, tmp_path / "model.gguf")
     else:
         path = save_llama(tmp_path / "hf", name, dtype=torch.float32)
         file = llama_gguf(path, tmp_path / "model.gguf", name)
@@ -127,6 +202,17 @@ def test_rope_factors_of_a_file_are_used(tmp_path: Path) -> None:
             found.append(run(executors, plan, JOBS, eos=frozenset()))
     assert found[0] == found[1]
     assert found[0] != found[2]
+
+
+def test_only_the_ranks_own_experts_are_read(tmp_path: Path) -> None:
+    """Guards start-up of large mixtures: a rank reads its slices of the stacked tensors and nothing else."""
+    path = save_other(tmp_path / "hf", "mixtral", dtype=torch.float32)
+    file = other_gguf(path, tmp_path / "model.gguf", "mixtral")
+    for model in (path, file):
+        plan = plan_of(model, "tp3.pp2", dtype="float32")
+        for rank in plan.ranks:
+            part = make_part(runner_spec(plan), Coordinates(0, rank.tp, rank.pp), Axis(rank.tp, 3), Ops(torch.float32))
+            assert 4 * rank.parameters <= part.load() <= 4 * rank.parameters * 4 / 3  # whole rows for three quarters
 
 
 def test_a_tensor_without_a_use_is_refused(tmp_path: Path) -> None:

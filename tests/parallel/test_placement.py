@@ -64,6 +64,18 @@ def test_brackets_do_not_depend_on_the_cut(tree: Tree) -> None:
     assert reduce(nodes, tree.finish) == [whole]
 
 
+@given(trees(), st.sets(st.integers(1, 39), max_size=8))
+def test_pieces_of_a_rank_join_to_its_nodes(tree: Tree, cuts: set[int]) -> None:
+    """Guards experts: a rank that sums piece by piece, and then the pieces, writes the brackets of the whole run."""
+    chunks = [str(chunk) for chunk in range(tree.parts[-1].stop)]
+    for rank, run in enumerate(tree.parts):
+        bounds = [run.start, *sorted(cut for cut in cuts if run.start < cut < run.stop), run.stop]
+        pieces = [Run(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+        sums = [node for piece in pieces for node in reduce(chunks[slice(*piece)], tree.program(piece))]
+        leaves = [node for piece in pieces for node in tree.within(piece)]
+        assert reduce(sums, tree.program(run, leaves)) == reduce(chunks[slice(*run)], tree.merges(rank))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_equal_halves_hold_one_node(ranks: int) -> None:
     """Guards the cost: where ranks own equal power-of-two shares of 24 chunks, each sends a single partial sum."""

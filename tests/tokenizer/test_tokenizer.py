@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from shardwise.tokenizer import Tokenizer
@@ -114,6 +114,13 @@ class TestGguf:
             (
                 "smollm",
                 [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+            ),
+            (
+                "bloom",
+                [
+                    pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ],
             ),
         ],
     )
@@ -266,6 +273,21 @@ class TestDirectory:
         backend.decoder = decoders.ByteLevel()
         tokenizer = Tokenizer.from_directory(write(tmp_path, backend, tokenizer_config={"eos_token": "Z"}))
         assert tokenizer.decode([1, 0]) == "a"
+
+    def test_opt_begins_with_its_end_token(self, tmp_path):
+        """OPT's files name no tokenizer.json: </s>, begin and end in one, must come first, and once only."""
+        letters = {letter: number + 4 for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **letters, "he": 260}
+        (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+        (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+        (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+        names = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+        settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, **names}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = Tokenizer.from_directory(tmp_path)
+        assert tokenizer.encode("hello") == [2, 260, letters["l"], letters["l"], letters["o"]]
+        assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+        assert tokenizer.eos == {2}
 
     def test_added_tokens_of_the_config_get_their_ids(self, tmp_path):
         """Tokens only tokenizer_config.json knows, and two files of different models."""

@@ -12,6 +12,11 @@ from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
 
+def no_gguf(values: Mapping[str, Any]) -> ModelConfig:
+    """Of a family that GGUF has no architecture for: the table never leads here."""
+    raise ValueError("model config: this family has no GGUF files; give its Hugging Face directory")
+
+
 @dataclass(frozen=True)
 class Family:
     """One row of the table in ``families.table``."""
@@ -19,15 +24,15 @@ class Family:
     name: str
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     """config.json → numbers; ValueError for a feature that would change the answer and is not built."""
-    from_gguf: Callable[[Mapping[str, Any]], ModelConfig]
-    """GGUF metadata → numbers."""
     plan: Callable[[ModelConfig, Shard], Plan]
     """Every parameter of the decoder's part → the slices that make it up."""
     hf_name: Callable[[str], str]
     """A tensor's canonical name, for checkpoints that were saved with or without a prefix."""
-    gguf_name: Callable[[str], str | None]
+    from_gguf: Callable[[Mapping[str, Any]], ModelConfig] = no_gguf
+    """GGUF metadata → numbers."""
+    gguf_name: Callable[[str], str | None] = lambda name: None
     """GGUF tensor name → canonical name, None if unknown."""
-    ignored: Callable[[str], bool]
+    ignored: Callable[[str], bool] = lambda name: False
     """Canonical names that carry no weights of their own, such as masks and rope tables."""
 
 

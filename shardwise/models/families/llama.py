@@ -1,11 +1,11 @@
-"""The Llama family: Llama 2, 3 and 3.x, SmolLM2, and Mistral without a sliding window.
+"""The Llama family: Llama 2, 3 and 3.x, Code Llama, SmolLM2 and Mistral; and what later families share with it.
 
 Pre-norm decoder with RMSNorm, rotary positions, grouped kv heads and a gated MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig, Rope
@@ -16,26 +16,30 @@ from shardwise.parallel.placement import Placement, Plan, Run
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Read a Llama or Mistral config.json."""
+    return hf_config(
+        values, "llama", attention_bias=bool(values.get("attention_bias")), mlp_bias=bool(values.get("mlp_bias"))
+    )
+
+
+def hf_config(values: Mapping[str, Any], family: str, width: str = "intermediate_size", **more: Any) -> ModelConfig:
+    """The numbers that config.json of every such family has; ``width`` is its key for the features of an MLP."""
     hidden = number(values, "hidden_size", int)
     heads = number(values, "num_attention_heads", int)
     positions = number(values, "max_position_embeddings", int, 2048)
-    window = values.get("sliding_window")
-    if window is not None and window < positions:
-        raise ValueError(f"model config: sliding_window {window} is not supported, only attention over all tokens")
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(
             f"model config: hidden_act {values['hidden_act']!r} is not supported for this family, only silu"
         )
-    head_dim = number(values, "head_dim", int, hidden // heads)
+    head_dim = number(values, "head_dim", int, hidden // max(heads, 1))
     return ModelConfig(
-        family="llama",
+        family=family,
         stored="hf",
         num_layers=number(values, "num_hidden_layers", int),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=number(values, "num_key_value_heads", int, heads),
         head_dim=head_dim,
-        intermediate_size=number(values, "intermediate_size", int),
+        intermediate_size=number(values, width, int),
         vocab_size=number(values, "vocab_size", int),
         max_positions=positions,
         norm_eps=number(values, "rms_norm_eps", float, 1e-6),
@@ -43,11 +47,31 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
         tied=bool(values.get("tie_word_embeddings", False)),
         dtype=number_format(values),
         rope=_rope_hf(values, head_dim, positions),
-        attention_bias=bool(values.get("attention_bias", False)),
-        mlp_bias=bool(values.get("mlp_bias", False)),
+        window=_window(values, positions),
         bos=values.get("bos_token_id"),
         eos=ids(values.get("eos_token_id")),
+        **more,
     )
+
+
+def _window(values: Mapping[str, Any], positions: int) -> int | None:
+    """The sliding window, if there is one that hides anything; ValueError where only some layers have it."""
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"model config: layer_types must be a list of names, not {kinds!r}")
+    window = number(values, "sliding_window", int, positions)
+    whole = bool(kinds) and all(kind == "full_attention" for kind in kinds)
+    if not values.get("use_sliding_window", True) or whole or window >= positions:
+        return None
+    first = 0 if kinds else number(values, "max_window_layers", int, 0)
+    if first >= number(values, "num_hidden_layers", int):
+        return None
+    if first > 0 or any(kind != "sliding_attention" for kind in kinds):
+        raise ValueError(
+            f"model config: sliding_window {window} in some layers only (layer_types, max_window_layers) is not "
+            "supported; in all layers it is"
+        )
+    return int(window)
 
 
 def _rope_hf(values: Mapping[str, Any], head_dim: int, positions: int) -> Rope:
@@ -77,53 +101,94 @@ def _rope_hf(values: Mapping[str, Any], head_dim: int, positions: int) -> Rope:
 
 
 def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
-    """Read the metadata of a GGUF file of architecture "llama"."""
-    hidden = number(values, "llama.embedding_length", int)
-    heads = number(values, "llama.attention.head_count", int)
-    head_dim = number(values, "llama.attention.key_length", int, hidden // heads)
-    if number(values, "llama.attention.value_length", int, head_dim) != head_dim:
+    """Read the metadata of a GGUF file of architecture "llama" without experts."""
+    return gguf_config(values, "llama", "llama")
+
+
+def gguf_config(
+    values: Mapping[str, Any], family: str, arch: str, width: str = "feed_forward_length", **more: Any
+) -> ModelConfig:
+    """The numbers that the metadata of every such architecture has; ``width`` as in `hf_config`."""
+
+    def given(key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+        return number(values, f"{arch}.{key}", kind, default)
+
+    hidden = given("embedding_length", int)
+    heads = given("attention.head_count", int)
+    head_dim = given("attention.key_length", int, hidden // max(heads, 1))
+    if given("attention.value_length", int, head_dim) != head_dim:
         raise ValueError("model config: heads whose keys and values differ in width are not supported")
-    if values.get("llama.expert_count"):
-        raise ValueError("model config: this GGUF file holds a mixture of experts, which is not supported yet")
-    positions = number(values, "llama.context_length", int)
-    scaling = values.get("llama.rope.scaling.type", "none")
+    positions = given("context_length", int)
+    window = given("attention.sliding_window", int, positions)
+    scaling = values.get(f"{arch}.rope.scaling.type", "none")
     if scaling not in ("none", "linear", "yarn"):
         raise ValueError(f"model config: rope scaling {scaling!r} is not supported in GGUF files")
     rope = Rope(
-        theta=number(values, "llama.rope.freq_base", float, 10000.0),
-        dim=number(values, "llama.rope.dimension_count", int, head_dim),
+        theta=given("rope.freq_base", float, 10000.0),
+        dim=given("rope.dimension_count", int, head_dim),
         scaling="factors" if "rope_freqs.weight" in values["tensors"] else {"none": "default"}.get(scaling, scaling),
-        factor=number(values, "llama.rope.scaling.factor", float, 1.0),
-        original_positions=number(values, "llama.rope.scaling.original_context_length", int, positions),
+        factor=given("rope.scaling.factor", float, 1.0),
+        original_positions=given("rope.scaling.original_context_length", int, positions),
         attention_factor=0.0,
     )
     return ModelConfig(
-        family="llama",
+        family=family,
         stored="gguf",
-        num_layers=number(values, "llama.block_count", int),
+        num_layers=given("block_count", int),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=number(values, "llama.attention.head_count_kv", int, heads),
+        num_kv_heads=given("attention.head_count_kv", int, heads),
         head_dim=head_dim,
-        intermediate_size=number(values, "llama.feed_forward_length", int),
-        vocab_size=number(values, "llama.vocab_size", int, len(values.get("tokenizer.ggml.tokens", ()))),
+        intermediate_size=given(width, int),
+        vocab_size=given("vocab_size", int, len(values.get("tokenizer.ggml.tokens", ()))),
         max_positions=positions,
-        norm_eps=number(values, "llama.attention.layer_norm_rms_epsilon", float),
+        norm_eps=given("attention.layer_norm_rms_epsilon", float),
         activation="silu_mul",
         tied="output.weight" not in values["tensors"],
         dtype="float32",
         rope=rope,
+        window=window if window < positions else None,
         bos=values.get("tokenizer.ggml.bos_token_id"),
         eos=ids(values.get("tokenizer.ggml.eos_token_id")),
+        **more,
     )
 
 
-def plan(config: ModelConfig, shard: Shard) -> Plan:
-    """q/k/v and gate/up are column-parallel by heads and features, o and down row-parallel, the ends by vocabulary."""
-    hidden, dim, width, vocab = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
+MLPPlan = Callable[[ModelConfig, Shard, str, str], Plan]
+"""The parameters of one layer's MLP, named from its path in the decoder and its path in the checkpoint."""
+
+
+def mlp_plan(config: ModelConfig, shard: Shard, at: str, layer: str) -> Plan:
+    """Gate and up are column-parallel by features, down is row-parallel."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    found: Plan = {
+        at + "mlp.up.weight": (
+            matrix(layer + "mlp.gate_proj.weight", (width, hidden), shard.mlp),
+            matrix(layer + "mlp.up_proj.weight", (width, hidden), shard.mlp),
+        ),
+        at + "mlp.down.weight": (matrix(layer + "mlp.down_proj.weight", (hidden, width), cols=shard.mlp),),
+    }
+    if config.mlp_bias:
+        found[at + "mlp.up.bias"] = (
+            vector(layer + "mlp.gate_proj.bias", width, shard.mlp),
+            vector(layer + "mlp.up_proj.bias", width, shard.mlp),
+        )
+        found[at + "mlp.down.bias"] = (vector(layer + "mlp.down_proj.bias", hidden),)
+    return found
+
+
+def plan(
+    config: ModelConfig, shard: Shard, mlp: MLPPlan = mlp_plan, *, out_bias: bool = True, gguf_pairs: bool = True
+) -> Plan:
+    """q/k/v are column-parallel by heads, o row-parallel, the ends by vocabulary.
+
+    ``out_bias``: where attention has biases, o has one too. ``gguf_pairs``: GGUF files of this family hold the rotated
+    rows in pairs.
+    """
+    hidden, dim, vocab = config.hidden_size, config.head_dim, config.vocab_size
     q, kv = shard.heads.scaled(dim), shard.kv_heads.scaled(dim)
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-    paired = dim if config.stored == "gguf" else 0
+    paired = dim if config.stored == "gguf" and gguf_pairs else 0
 
     def rotated(name: str, size: int, run: Run, bias: bool = False) -> Placement:
         shape, cols = ((size,), None) if bias else ((size, hidden), Run(0, hidden))
@@ -147,19 +212,10 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
                 rotated(layer + "self_attn.k_proj.bias", kv_size, kv, bias=True),
                 vector(layer + "self_attn.v_proj.bias", kv_size, kv),
             )
-            found[at + "attention.out.bias"] = (vector(layer + "self_attn.o_proj.bias", hidden),)
+            if out_bias:
+                found[at + "attention.out.bias"] = (vector(layer + "self_attn.o_proj.bias", hidden),)
         found[at + "mlp_norm.weight"] = (vector(layer + "post_attention_layernorm.weight", hidden),)
-        found[at + "mlp.up.weight"] = (
-            matrix(layer + "mlp.gate_proj.weight", (width, hidden), shard.mlp),
-            matrix(layer + "mlp.up_proj.weight", (width, hidden), shard.mlp),
-        )
-        found[at + "mlp.down.weight"] = (matrix(layer + "mlp.down_proj.weight", (hidden, width), cols=shard.mlp),)
-        if config.mlp_bias:
-            found[at + "mlp.up.bias"] = (
-                vector(layer + "mlp.gate_proj.bias", width, shard.mlp),
-                vector(layer + "mlp.up_proj.bias", width, shard.mlp),
-            )
-            found[at + "mlp.down.bias"] = (vector(layer + "mlp.down_proj.bias", hidden),)
+        found |= mlp(config, shard, at, layer)
     if config.rope is not None and config.rope.scaling == "factors":
         found["rope.factors"] = (vector("rope_freqs.weight", config.rope.dim // 2),)
     if shard.last:

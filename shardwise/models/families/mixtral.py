@@ -1,0 +1,79 @@
+"""Mixtral: Llama with a mixture of experts in place of each MLP; and where the experts of such families lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.models.config import Experts, ModelConfig
+from shardwise.models.families import llama
+from shardwise.models.families.family import Family, gguf_names, matrix, number
+from shardwise.models.shard import Shard
+from shardwise.parallel.placement import Placement, Plan, Run
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """Read a Mixtral config.json."""
+    count, chosen = number(values, "num_local_experts", int), number(values, "num_experts_per_tok", int)
+    values = {"rope_theta": 1e6, **values}  # as transformers takes it where config.json does not say
+    return llama.hf_config(values, "mixtral", experts=Experts(count, chosen, normed=True))
+
+
+def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
+    """Read the metadata of a GGUF file of architecture "llama" with experts."""
+    return llama.gguf_config(values, "mixtral", "llama", experts=gguf_experts(values, "llama"))
+
+
+def gguf_experts(values: Mapping[str, Any], arch: str) -> Experts:
+    """The mixture of a GGUF file; llama.cpp gives the weights of a token's experts the sum 1 in these architectures."""
+    count = number(values, f"{arch}.expert_count", int)
+    return Experts(count, number(values, f"{arch}.expert_used_count", int), normed=True)
+
+
+def plan(config: ModelConfig, shard: Shard) -> Plan:
+    """As Llama's, with experts."""
+
+    def mlp(config: ModelConfig, shard: Shard, at: str, layer: str) -> Plan:
+        return experts_plan(config, shard, at, layer + "block_sparse_moe.", ("w1", "w3", "w2"))
+
+    return llama.plan(config, shard, mlp)
+
+
+def experts_plan(config: ModelConfig, shard: Shard, at: str, block: str, names: tuple[str, str, str]) -> Plan:
+    """This rank's experts and parts of experts, and the whole router; ``names`` are those of gate, up and down."""
+    assert config.experts is not None
+    hidden, width, count = config.hidden_size, config.intermediate_size, config.experts.count
+    found: Plan = {at + "mlp.router.weight": (matrix(block + "gate.weight", (count, hidden)),)}
+
+    def part(expert: int, name: str, shape: tuple[int, int], rows: Run | None, cols: Run | None) -> Placement:
+        rows, cols = rows or Run(0, shape[0]), cols or Run(0, shape[1])
+        if config.stored == "gguf":  # all experts in one tensor
+            return Placement(f"{block}experts.{name}.weight", (count, *shape), rows, cols, index=expert)
+        return Placement(f"{block}experts.{expert}.{name}.weight", shape, rows, cols)
+
+    gate, up, down = names
+    for expert, run in shard.experts(width).items():
+        name = f"{at}mlp.experts.{expert}."
+        found[name + "up.weight"] = tuple(part(expert, kind, (width, hidden), run, None) for kind in (gate, up))
+        found[name + "down.weight"] = (part(expert, down, (hidden, width), None, run),)
+    return found
+
+
+GGUF_LAYER = {
+    **{name: stored for name, stored in llama.GGUF_LAYER.items() if not stored.startswith("mlp.")},
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    from_hf=from_hf,
+    from_gguf=from_gguf,
+    plan=plan,
+    hf_name=llama.LLAMA.hf_name,
+    gguf_name=gguf_names(llama.GGUF_ENDS, GGUF_LAYER, "model.layers."),
+    ignored=llama.LLAMA.ignored,
+)

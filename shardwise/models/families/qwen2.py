@@ -1,0 +1,42 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.models.config import ModelConfig
+from shardwise.models.families import llama
+from shardwise.models.families.family import Family, gguf_names
+from shardwise.models.shard import Shard
+from shardwise.parallel.placement import Plan
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """Read a Qwen2 config.json."""
+    return llama.hf_config({**WINDOWS, **values}, "qwen2", attention_bias=True)
+
+
+WINDOWS = {"use_sliding_window": False, "max_window_layers": 28}
+"""What transformers takes of all Qwen models where config.json does not say."""
+
+
+def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
+    """Read the metadata of a GGUF file of architecture "qwen2"."""
+    return llama.gguf_config(values, "qwen2", "qwen2", attention_bias=True)
+
+
+def plan(config: ModelConfig, shard: Shard) -> Plan:
+    """As Llama's; the output projection has no bias, and GGUF files hold rotated rows as Hugging Face does."""
+    return llama.plan(config, shard, out_bias=False, gguf_pairs=False)
+
+
+QWEN2 = Family(
+    name="qwen2",
+    from_hf=from_hf,
+    from_gguf=from_gguf,
+    plan=plan,
+    hf_name=llama.LLAMA.hf_name,
+    gguf_name=gguf_names(llama.GGUF_ENDS, llama.GGUF_LAYER, "model.layers."),
+    ignored=llama.LLAMA.ignored,
+)
