@@ -75,10 +75,11 @@ class Listener:
         return len(self._state.connections)
 
     def finish(self) -> None:
-        """From now on each answer is the last on its connection, and tells so; connections are still taken."""
+        """From now on each answer that begins is the last on its connection, and tells so; connections are still taken.
+
+        What goes on is not cut off behind its end: its client, who knows of nothing, may ask again at that moment.
+        """
         self._config.finishing = True
-        for connection in self._connections():
-            connection.finish()
 
     async def close(self, timeout: float) -> None:
         """Take no more connections, and leave nobody who has one without an answer; cut them after ``timeout`` seconds.
@@ -298,11 +299,6 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             return True
         return self.conn.their_state is h11.IDLE and bool(self._reader.trailing_data[0])
-
-    def finish(self) -> None:
-        """Close the connection behind the answer that is being given, which could not tell so."""
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.cycle.keep_alive = False
 
     def hang_up(self) -> None:
         """Say no more, and heed no more; yet read on: closing with something unread would reset the connection."""
