@@ -3,16 +3,17 @@
     python -m bench.serve [--model smollm2] [--layout tp2] [--dtype bfloat16] [--batch 32] [--new 64] [--rounds 5]
 
 Both are loaded all the time, each with ranks in processes of their own, and one works at a time. A turn lasts from the
-first request to the last token, prompts included. The clients read bytes and count events; they run in this process, on
-the same cores as the ranks.
+first request to the last token, prompts included. The clients run in this process, on the same cores as the ranks:
+one loop that looks at all connections every ten milliseconds and reads bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
+import selectors
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,9 @@ import psutil
 from bench.machine import machine
 from shardwise import LLM, SamplingParams
 from shardwise.verify import TEXT
+
+LOOK = 0.01
+"""Seconds between looks at what has come."""
 
 
 def main() -> None:
@@ -61,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     if way == "offline":
                         llm.generate(salted, by)
                     else:
-                        asyncio.run(_serve(port, salted, args.new))
+                        _serve(port, salted, args.new)
                     took = time.monotonic() - started
                     if number:  # the first round warms up
                         rates[way].append(args.batch * args.new / took)
@@ -90,13 +94,30 @@ def _port(server: subprocess.Popen[str]) -> int:
     raise SystemExit("the server did not start")
 
 
-async def _serve(port: int, prompts: list[str], new: int) -> None:
-    counts = await asyncio.gather(*(_stream(port, prompt, new) for prompt in prompts))
-    assert min(counts) > 0, counts
+def _serve(port: int, prompts: list[str], new: int) -> None:
+    """Stream a completion of each prompt, all at once, as bytes."""
+    answers = [bytearray() for _ in prompts]
+    with selectors.DefaultSelector() as selector:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            sock = socket.create_connection(("127.0.0.1", port))
+            sock.sendall(_message(prompt, new))
+            selector.register(sock, selectors.EVENT_READ, answer)
+        while selector.get_map():
+            time.sleep(LOOK)  # else each event would wake this process, on a core that a rank wants
+            for key, _ in selector.select():
+                assert isinstance(key.fileobj, socket.socket)
+                piece = key.fileobj.recv(65536)
+                key.data.extend(piece)
+                if not piece:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+    for answer in answers:
+        assert b" 200 " in answer[:20], bytes(answer[:300])
+        assert answer.count(b"data: ") > 1, bytes(answer[-300:])
+        assert b"[DONE]" in answer, bytes(answer[-300:])
 
 
-async def _stream(port: int, prompt: str, new: int) -> int:
-    """Events of one streamed completion, read as bytes."""
+def _message(prompt: str, new: int) -> bytes:
     body = {
         "model": "smollm2",
         "prompt": prompt,
@@ -106,16 +127,8 @@ async def _stream(port: int, prompt: str, new: int) -> int:
         "stream": True,
     }
     data = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
-    seen = bytearray()
-    while piece := await reader.read(65536):
-        seen += piece
-    writer.close()
-    assert b" 200 " in seen[:20], bytes(seen[:300])
-    assert b"[DONE]" in seen
-    return seen.count(b"data: ")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_a_killed_rank_ends_the_command(model: Path) -> None:
     assert process.returncode == 5
     assert "rank 1" in errors
     assert "SIGKILL" in errors
-    assert psutil.wait_procs(ranks, timeout=2)[1] == []
+    assert psutil.wait_procs(ranks, timeout=20)[1] == []
     assert set(os.listdir("/dev/shm")) == before
 
 
@@ -269,7 +269,7 @@ def test_interrupt_at_any_time(model: Path, delay: float) -> None:
     process.communicate(timeout=30)
     assert time.monotonic() - interrupted < 5.0
     assert process.returncode in (130, 0, -signal.SIGINT)
-    assert psutil.wait_procs(ranks, timeout=2)[1] == []
+    assert psutil.wait_procs(ranks, timeout=20)[1] == []
     assert set(os.listdir("/dev/shm")) == before
 
 

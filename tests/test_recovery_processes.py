@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def executors(llm: LLM) -> list[ProcessExecutor]:
     return [engine.executor for engine in llm._replicas.engines]  # type: ignore[misc]
 
 
+def failures(llm: LLM, expected: int) -> int:
+    """How often replicas have failed, once that is as often as expected: a death may be felt after the last answer."""
+    deadline = time.monotonic() + 20
+    while (found := sum(engine.num_failures for engine in llm._replicas.engines)) < expected:
+        assert time.monotonic() < deadline, (found, expected)
+        llm._replicas.step()
+        time.sleep(0.005)
+    return found
+
+
 def with_fault(llm: LLM, after: int, fault: object) -> list[list[int]]:
     """The tokens of all prompts, with ``fault()`` once the first has so many."""
     numbers = [llm.submit(prompt, by) for prompt, by in zip(PROMPTS, BY, strict=True)]
@@ -54,7 +65,7 @@ def with_fault(llm: LLM, after: int, fault: object) -> list[list[int]]:
 def test_a_killed_process_costs_no_token(llm: LLM, victim: str) -> None:
     """F1, F4, C79, C81: a rank, the holder of its weights, or what both are forked from dies under four requests."""
     right = [output.token_ids for output in llm.generate(PROMPTS, BY)]
-    before = sum(engine.num_failures for engine in llm._replicas.engines)
+    before = failures(llm, 0)
 
     def kill() -> None:
         for executor in executors(llm):
@@ -64,7 +75,8 @@ def test_a_killed_process_costs_no_token(llm: LLM, victim: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
     assert with_fault(llm, 7, kill) == right
-    assert sum(engine.num_failures for engine in llm._replicas.engines) == before + len(executors(llm))
+    expected = before + len(llm._replicas.engines)
+    assert failures(llm, expected) == expected
     assert [output.token_ids for output in llm.generate(PROMPTS, BY)] == right
 
 
@@ -78,7 +90,9 @@ def test_weights_outlive_ranks(llm: LLM) -> None:
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
+    before = failures(llm, 0)
     with_fault(llm, 5, kill)
+    failures(llm, before + len(ranks))
     assert [[holder.pid for holder in executor._holders] for executor in executors(llm)] == holders
     assert not {rank.pid for executor in executors(llm) for rank in executor._ranks} & {pid for p in ranks for pid in p}
 
@@ -87,7 +101,7 @@ def test_a_stopped_rank_is_replaced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     """F5, R29: a rank that hangs in a SIGSTOP is fenced; one that is let go in time is not."""
     monkeypatch.setattr(processes, "STOPPED", 0.3)
     right = [output.token_ids for output in llm.generate(PROMPTS, BY)]
-    before = sum(engine.num_failures for engine in llm._replicas.engines)
+    before = failures(llm, 0)
 
     def pause() -> None:
         pid = executors(llm)[0]._ranks[0].pid
@@ -96,7 +110,7 @@ def test_a_stopped_rank_is_replaced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         os.kill(pid, signal.SIGCONT)
 
     assert with_fault(llm, 5, pause) == right
-    assert sum(engine.num_failures for engine in llm._replicas.engines) == before
+    assert failures(llm, before) == before
 
     def stop() -> None:
         pid = executors(llm)[0]._ranks[0].pid
@@ -104,13 +118,13 @@ def test_a_stopped_rank_is_replaced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         os.kill(pid, signal.SIGSTOP)
 
     assert with_fault(llm, 5, stop) == right
-    assert sum(engine.num_failures for engine in llm._replicas.engines) == before + 1
+    assert failures(llm, before + 1) == before + 1
 
 
 def test_ranks_without_memory(llm: LLM) -> None:
     """F14: an allocation that fails in a rank costs no token, and is told as what it is."""
     right = [output.token_ids for output in llm.generate(PROMPTS, BY)]
-    before = sum(engine.num_failures for engine in llm._replicas.engines)
+    before = failures(llm, 0)
 
     def starve() -> None:
         pid = executors(llm)[0]._ranks[-1].pid

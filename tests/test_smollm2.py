@@ -88,9 +88,12 @@ def test_one_answer_in_every_way(source: Source) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 def test_greedy_tokens_equal_transformers(source: Source) -> None:
-    """Guards against being consistently wrong: 64 greedy tokens of each prompt are transformers' on these weights."""
+    """Guards against being consistently wrong: 64 greedy tokens of each prompt are transformers' on these weights.
+
+    By induction: of each prefix of our answer, the best next token is the one that we gave.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -99,8 +102,6 @@ def test_greedy_tokens_equal_transformers(source: Source) -> None:
     prompts = prompts_of(source)
     (_, answers) = next(answers_of(source, "1", jobs_of(prompts, 64)[: len(prompts)], ways=False))
     for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64, eos_token_id=None
-        )
-        assert answer.tokens == out[0, len(prompt) :].tolist(), len(prompt)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
+        assert answer.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), len(prompt)

@@ -136,8 +136,8 @@ class Admission:
         seconds = ahead * self._ended_seconds / self._ended_tokens
         return max(1, math.ceil(min(seconds, self._queue_timeout)))
 
-    def enter(self, cost: int, parts: int, *, key: str, priority: int) -> Ticket:
-        """Accept a request of so many tokens and continuations, or raise Refused."""
+    def check(self, cost: int = 1, parts: int = 1, *, key: str) -> None:
+        """Raise Refused unless a request of so many tokens and continuations, at least one of each, is accepted now."""
         if self._closed:
             raise Refused(503, "the server accepts no more requests", self.retry_after)
         for bound, count, what in ((self._parts, parts, "continuations"), (self._tokens, cost, "tokens")):
@@ -145,6 +145,10 @@ class Admission:
                 raise Refused(400, f"the request needs {count} {what}; the server takes {bound.largest} at most")
         if not (self._parts.fits(key, parts) and self._tokens.fits(key, cost)):
             raise Refused(429, "too many requests are waiting; try again later", self.retry_after)
+
+    def enter(self, cost: int, parts: int, *, key: str, priority: int) -> Ticket:
+        """Accept a request of so many tokens and continuations, or raise Refused."""
+        self.check(cost, parts, key=key)
         self._parts.add(key, parts)
         self._tokens.add(key, cost)
         ticket = Ticket(cost, parts, key, priority, self._clock(), number=self._next_number)

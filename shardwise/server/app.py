@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -24,8 +25,11 @@ from shardwise.server import chat, completions, embeddings, health, models, resp
 from shardwise.server.deps import Deps
 from shardwise.server.errors import SHAPE, ApiError
 from shardwise.server.guard import Guard
+from shardwise.server.running import turn_away
 
-MODULES = (chat, responses, completions, embeddings, tokens, models, health)
+SUBMITTING = (chat, responses, completions, embeddings)
+"""Those whose routes ask for work of the engines."""
+MODULES = (*SUBMITTING, tokens, models, health)
 TICK = 0.25
 """Seconds between looks for requests that have waited too long, and for what has become of replicas."""
 MAX_TOLD = 300
@@ -71,7 +75,13 @@ def create_app(deps: Deps) -> FastAPI:
     )
     for module in MODULES:
         app.include_router(module.router(deps))
-    app.add_middleware(Guard, config=deps.config, is_draining=lambda: deps.service.state in ("draining", "dead"))
+    app.add_middleware(
+        Guard,
+        config=deps.config,
+        is_draining=lambda: deps.service.state in ("draining", "dead"),
+        busy={route.path for module in SUBMITTING for route in module.router(deps).routes},
+        turn_away=partial(turn_away, deps),
+    )
     return app
 
 

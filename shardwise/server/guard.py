@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,14 +37,25 @@ log = logging.getLogger("shardwise")
 class Guard:
     """ASGI middleware. ``is_draining`` tells when no new requests are to be let in.
 
+    ``turn_away`` is called with the API key's number for what is sent to one of the paths in ``busy``: before the body
+    is understood, which would cost most of what a refusal costs. It raises ApiError where there is no room.
     Puts ``request_id`` and ``key`` (the number of the API key, as text, or "") into the state of a request, and logs
     what a route has put into its ``log`` there.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, is_draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        is_draining: Callable[[], bool],
+        busy: Container[str] = (),
+        turn_away: Callable[[str], None] = lambda key: None,
+    ) -> None:
         self._app = app
         self._config = config
         self._is_draining = is_draining
+        self._busy = busy
+        self._turn_away = turn_away
         self._keys = [_digest(key.encode()) for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,6 +122,8 @@ class Guard:
         if self._is_draining() and not is_open and scope["path"] != "/metrics":
             answer.headers.append((b"connection", b"close"))  # only now: unread bytes would reset the connection
             raise ApiError(503, "the server is shutting down", retry_after=RETRY_AFTER)
+        if scope["path"] in self._busy and scope["method"] == "POST":
+            self._turn_away(scope["state"]["key"])
         if body:
             check_document(body)
             if config.log_prompts:

@@ -78,6 +78,7 @@ async def _run(job: Job, service: Service, listener: Listener, stopped: asyncio.
     await _first(dead, stopped)
     if stopped.done():
         log.info("%s: finishing what was accepted", signal.Signals(stopped.result()).name)
+        listener.finish()
         await service.drain(job.server.drain_timeout)
     dead.cancel()
     await listener.close(GRACE)

@@ -23,10 +23,21 @@ from uvicorn.server import ServerState
 
 from shardwise.server.config import ServerConfig
 from shardwise.server.errors import ApiError
-from shardwise.server.port import BACKLOG
+from shardwise.server.port import BACKLOG, ignore_newcomers
 
+PAUSE = 0.003
+"""Seconds between looks at connections while they are to end."""
+SILENCE = 10
+"""Looks at the very end, all without news, after which no more requests are expected to be on their way.
+
+They are counted, not timed: on a busy machine what has come is not heard at once, and clients are late as well.
+"""
+GREETING = 0.5
+"""Seconds in which whoever has just connected is expected to ask something, however busy its machine is."""
 LOOK = 0.25
 """Seconds between looks at all connections for what takes too long."""
+CROSSING = 0.01
+"""Seconds in which what a client sends while we hang up is still taken, lest it be answered with a reset."""
 LINGER = 3.0
 """Seconds in which the rest of a refused body is thrown away, so that its sender comes to read the refusal."""
 MAX_FRAMING = 2**18
@@ -63,24 +74,39 @@ class Listener:
         """Clients that are connected."""
         return len(self._state.connections)
 
-    async def close(self, timeout: float) -> None:
-        """Take no more connections, let those finish that are about something, and cut them after ``timeout`` seconds.
+    def finish(self) -> None:
+        """From now on each answer that begins is the last on its connection, and tells so; connections are still taken.
 
-        Harmless when repeated.
+        What goes on is not cut off behind its end: its client, who knows of nothing, may ask again at that moment.
+        """
+        self._config.finishing = True
+
+    async def close(self, timeout: float) -> None:
+        """Take no more connections, and leave nobody who has one without an answer; cut them after ``timeout`` seconds.
+
+        Whoever is connected may ask until there is a moment of silence. Idle connections are closed last: a client that
+        asks over one just then finds it closed, which can't be helped. Harmless when repeated.
         """
         deadline = monotonic() + timeout
+        self.finish()
         if self._server is not None:
-            self._server.close()
-        for connection in list(self._state.connections):
-            try:
-                connection.shutdown()
-            except h11.LocalProtocolError:  # it was about to be closed for what it said
-                connection.transport.abort()
-        if tasks := list(self._state.tasks):
-            await asyncio.wait(tasks, timeout=timeout)
-        while self._state.connections and monotonic() < deadline:  # what is written has yet to be sent
-            await asyncio.sleep(0.005)
-        for connection in list(self._state.connections):
+            ignore_newcomers(self._sock)
+            for _ in range(SILENCE):
+                await asyncio.sleep(PAUSE)
+            self._server.close()  # this resets what has not been accepted: by now, nothing
+            self._server = None
+        looks = 0
+        while looks < SILENCE and monotonic() < deadline:
+            heard = self._config.num_heard
+            await asyncio.sleep(PAUSE)
+            silent = heard == self._config.num_heard and not any(each.is_busy for each in self._connections())
+            looks = looks + 1 if silent else 0
+        for connection in self._connections():
+            connection.hang_up()
+        deadline = min(deadline, monotonic() + CROSSING)
+        while self._state.connections and monotonic() < deadline:
+            await asyncio.sleep(PAUSE)
+        for connection in self._connections():
             connection.transport.abort()
         if tasks := list(self._state.tasks):
             await asyncio.wait(tasks, timeout=1.0)
@@ -91,6 +117,9 @@ class Listener:
             with suppress(asyncio.CancelledError):
                 await self._looking
 
+    def _connections(self) -> list[Connection]:
+        return [each for each in self._state.connections if isinstance(each, Connection)]
+
     def _connect(self) -> Connection:
         return Connection(self._config, self._state, {})
 
@@ -98,9 +127,9 @@ class Listener:
         while True:
             now = monotonic()
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
-            for connection in list(self._state.connections):
+            for connection in self._connections():
                 try:
-                    connection.look(now)  # type: ignore[union-attr]
+                    connection.look(now)
                 except Exception:
                     log.exception("a connection could not be looked at")
                     connection.transport.abort()
@@ -138,16 +167,23 @@ class _Settings(uvicorn.Config):
         )
         self.limits = limits
         self.max_connections = max_connections
+        self.finishing = False
+        """Whether each answer is the last on its connection."""
+        self.num_heard = 0
+        """How often a client has come, or said something."""
 
 
 class Reader(h11.Connection):
-    """h11's parser, with bounds on what it leaves unbounded. ``error`` is what was wrong with the last request."""
+    """h11's state, with bounds on what it leaves unbounded. ``error`` is what was wrong with the last request."""
 
-    def __init__(self, limits: ServerConfig) -> None:
-        super().__init__(h11.SERVER, limits.max_header)
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__(h11.SERVER, settings.limits.max_header)
         self.num_requests = 0
+        self.num_said = 0
+        """Bytes of all that we have said."""
         self.error = ApiError(400, "this is not HTTP")
-        self._limits = limits
+        self._settings = settings
+        self._limits = settings.limits
         self._framing = 0
         """Bytes of the current request's body so far, less those that it really has."""
 
@@ -174,6 +210,17 @@ class Reader(h11.Connection):
             self._refuse(413, f"the chunks of the body carry more than {MAX_FRAMING} bytes besides it")
         return event
 
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """The bytes of what we say."""
+        # With a body unread the connection goes on, since closing it would take the answer back.
+        if isinstance(event, h11.Response) and self._settings.finishing and self.their_state is not h11.SEND_BODY:
+            headers = [each for each in event.headers if each[0] != b"connection"]
+            close = (b"connection", b"close")
+            event = h11.Response(status_code=event.status_code, headers=[*headers, close], reason=event.reason)
+        data = super().send_with_data_passthrough(event)
+        self.num_said += sum(map(len, data or ()))
+        return data
+
     def _check_headers(self, request: h11.Request) -> None:
         limits = self._limits
         if len(request.headers) > limits.max_headers:
@@ -194,16 +241,17 @@ class Connection(H11Protocol):
 
     def __init__(self, config: _Settings, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, app_state)
-        self._reader = self.conn = Reader(config.limits)
+        self._reader = self.conn = Reader(config)
         self._stage: tuple[Any, ...] = ()
-        self._since = monotonic()
+        self._made = self._since = monotonic()
         self._refused = False
-        self._unsent = 0
+        self._taken = 0
         self._moved = monotonic()
         """When the client last took something of what there is for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
+        self.config.num_heard += 1
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER)
         if len(self.connections) > self.config.max_connections:
@@ -211,6 +259,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """The client has said something."""
+        self.config.num_heard += 1
         if not self._refused:
             super().data_received(data)
 
@@ -237,15 +286,39 @@ class Connection(H11Protocol):
         elif self.conn.their_state is h11.SEND_BODY and spent > limits.body_timeout:
             self._refuse(ApiError(408, "the body took too long"))
 
+    @property
+    def is_busy(self) -> bool:
+        """Has the client only just come, or begun to ask, or is it owed some of an answer?"""
+        is_new = self.cycle is None and not self._refused and monotonic() - self._made < GREETING
+        return is_new or self._is_asked or self.transport.get_write_buffer_size() > 0
+
+    @property
+    def _is_asked(self) -> bool:
+        if self._refused:
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return True
+        return self.conn.their_state is h11.IDLE and bool(self._reader.trailing_data[0])
+
+    def hang_up(self) -> None:
+        """Say no more, and heed no more; yet read on: closing with something unread would reset the connection."""
+        if self._is_asked:
+            self._refuse(ApiError(503, "the server has shut down", retry_after=1))
+        else:
+            self._refused = True
+            self.transport.write_eof()
+            self.flow.resume_reading()
+
     def send_400_response(self, msg: str) -> None:
         """Answer what can't be understood, or is too much."""
         self._refuse(self._reader.error)
 
     def _is_stuck(self, now: float) -> bool:
         unsent = self.transport.get_write_buffer_size()
-        if unsent == 0 or unsent < self._unsent:
+        taken = self._reader.num_said - unsent
+        if unsent == 0 or taken > self._taken:
             self._moved = now
-        self._unsent = unsent
+        self._taken = taken
         return now - self._moved > self.config.limits.write_timeout
 
     def _refuse(self, error: ApiError) -> None:

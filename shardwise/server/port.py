@@ -1,13 +1,19 @@
-"""The one socket that listens, taken before anything that takes time. Knows addresses only."""
+"""The one socket that listens, taken before anything that takes time. Knows nothing of what is said over it."""
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import socket
+import struct
+import sys
+from contextlib import suppress
 
 BACKLOG = 1024
 SEND_BUFFER = 2**16
 """Bytes that the kernel may keep for a slow client; it would by itself go up to megabytes for each."""
+SO_ATTACH_FILTER = 26
+"""Of Linux; Python has no name for it."""
 
 
 class PortTaken(OSError):
@@ -34,6 +40,21 @@ def bind(host: str, port: int) -> socket.socket:
         raise PortTaken(f"{place}: {error.strerror}; end what listens there, or choose another --port") from None
     sock.setblocking(False)
     return sock
+
+
+def ignore_newcomers(sock: socket.socket) -> None:
+    """Have the kernel drop what would begin a connection to a listening socket, where it can; others are completed.
+
+    So its queue can be emptied for good, whereas a connection that comes between that and ``sock.close()`` would be
+    reset. The client's system asks again a second later, and is refused, or finds a successor.
+    """
+    if sys.platform != "linux":
+        return
+    # of the TCP header: load the byte of flags; is SYN among them? then keep 0 bytes of the packet, else all
+    code = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(code), ctypes.addressof(program)))
 
 
 def url_of(sock: socket.socket) -> str:

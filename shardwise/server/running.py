@@ -80,6 +80,19 @@ def salt_of(deps: Deps, request: Request) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
 
+def turn_away(deps: Deps, key: str) -> None:
+    """Raise ApiError where nothing that comes with ``key`` would be let in now, however small it is."""
+    try:
+        deps.service.admission.check(key=key)
+    except Refused as refused:
+        raise _told(deps, refused) from None
+
+
+def _told(deps: Deps, refused: Refused) -> ApiError:
+    deps.service.metrics.refused(refused.status)
+    return ApiError(refused.status, refused.message, retry_after=refused.retry_after)
+
+
 class Running:
     """The accepted requests of one call, one for each prompt: ``async for at, output in running``.
 
@@ -101,8 +114,6 @@ class Running:
         """Prepare and submit; ApiError for what is refused, and then nothing is running."""
         service, priority = self._deps.service, body.priority or 0
         try:
-            # If not even this is let in, that is to be said at once, before there is any work.
-            service.admission.leave(service.admission.enter(1, 1, key=self._key, priority=priority))
             self.prepared = await self._prepare(body, prepare)
             self._check_sum()
             for each in self.prepared:
@@ -111,8 +122,7 @@ class Running:
             raise body.refusal(error) from None
         except Refused as refused:
             self.close()
-            service.metrics.refused(refused.status)
-            raise ApiError(refused.status, refused.message, retry_after=refused.retry_after) from None
+            raise _told(self._deps, refused) from None
         if len(self._streams) > 1:
             self._next = {asyncio.ensure_future(self._piece(at)): at for at in range(len(self._streams))}
         self._timer = asyncio.get_running_loop().call_later(self._deps.config.request_timeout, self._expire)

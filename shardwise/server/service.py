@@ -81,7 +81,7 @@ class Stream:
         index = self.places[output.request_id]
         if output.finish_reason is not None:
             del self.places[output.request_id]
-        self._pieces.append(replace(output, index=index))
+        self._pieces.append(output if output.index == index else replace(output, index=index))
         self.num_tokens += len(output.token_ids)
         self._backlog += len(output.token_ids)
         if self._backlog > MAX_BACKLOG and not self._watched:

@@ -26,7 +26,7 @@ async def run(asked: argparse.Namespace, model: str | Path) -> list[dict[str, An
         elif asked.trial == "drains":
             found.append(await drain_often(model, layout, asked.count, seed=asked.seed))
         elif asked.trial == "overload":
-            found.append(await overload(model, layout, asked.seconds, seed=asked.seed))
+            found.append(await overload(model, layout, asked.seconds, longest=asked.longest, seed=asked.seed))
         else:
             found.append(await soak(model, layout, asked.count, seed=asked.seed))
         print(json.dumps(found[-1]), file=sys.stderr)
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=5, help="SIGSTOPs for each layout")
     parser.add_argument("--count", type=int, default=100, help="drains, or requests, for each layout")
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
+    parser.add_argument("--longest", type=int, default=40, help="tokens of the longest answer under overload")
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

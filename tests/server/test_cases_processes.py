@@ -101,8 +101,8 @@ def test_an_interrupt_while_loading(text_model: Path, layout: str) -> None:
             if twice:
                 process.popen.poll()
                 process.send(signal.SIGINT)
-            assert process.end(5) in (0, 130)  # 0 where it was ready before: then it is a drain
-            gone(family, 5)
+            assert process.end(20) in (0, 130)  # 0 where it was ready before: then it is a drain
+            gone(family, 20)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,8 +122,8 @@ def test_kills(text_model: Path, layout: str) -> None:
         reading = Reading(process, **asked)
         family = process.family()
         process.send(signal.SIGKILL)
-        process.end(5)
-        gone(family, 3)
+        process.end(20)
+        gone(family, 20)
         with pytest.raises(AssertionError):
             reading.result(10)
 

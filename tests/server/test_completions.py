@@ -192,7 +192,7 @@ def test_more_than_the_cache(text_model: Path) -> None:
             assert "kv_tokens" in api.refused("prompt", prompt="x" * 100)
             assert "kv_tokens" in api.refused("prompt", prompt="x" * 10, max_tokens=100)
             assert api.refused(None, prompt=["x" * 10] * 20, max_tokens=40, n=2)
-            assert api.post(prompt="x" * 10, max_tokens=3)["usage"]["completion_tokens"] == 3
+            assert api.post(prompt="x" * 10, max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
 
 
 def test_saturated_cache(text_model: Path, llm: LLM) -> None:
@@ -593,23 +593,30 @@ def test_a_client_that_leaves(api: Api) -> None:
     wait_for(lambda: all(not engine.scheduler.has_work for engine in api.deps.service.replicas.engines))
 
 
-def test_a_full_queue(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R26: where nothing more is let in, that is said at once, before anything is tokenised or compiled."""
-    with server(text_model, max_queue_requests=2) as api:
-        admission = api.deps.service.admission
+def test_a_full_queue(text_model: Path) -> None:
+    """R26: where nothing more is let in, that is said and counted at once, before the body is looked at."""
+    ok = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    with (
+        deps_on(text_model, max_queue_requests=2, served_model_names=("tiny",)) as deps,
+        serving(deps) as url,
+        client_of(url) as http,
+    ):
+        admission = deps.service.admission
         ticket = admission.enter(10, 2, key="", priority=0)
-        monkeypatch.setattr(api.deps.intake, "encode", None)
-        for stream in (False, True):
-            answer = api.send(prompt="x", stream=stream)
+        for path in ("completions", "chat/completions", "responses", "embeddings"):
+            answer = http.post(f"/v1/{path}", json={"model": "none"})
             assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(answer.headers["retry-after"]) >= 1
-        monkeypatch.undo()
+        assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
         admission.leave(ticket)
+        assert http.post("/v1/completions", json=ok).status_code == 200
+        for more in ({"n": 3}, {"prompt": ["x"] * 3}):
+            assert http.post("/v1/completions", json={**ok, **more}).status_code == 400
+        one = admission.enter(10, 1, key="", priority=0)
+        assert http.post("/v1/completions", json={**ok, "n": 2}).status_code == 429  # only this tells how much it asks
+        admission.leave(one)
         assert admission.num_open == 0
-        assert api.text(max_tokens=2)
-        assert api.refused(None, prompt="x", n=3)
-        assert api.refused(None, prompt=["x"] * 3)
-        assert b'status="429"} 2.0' in api.deps.service.metrics.render(api.deps.service)
+        assert b'status="429"} 5.0' in deps.service.metrics.render(deps.service)
 
 
 def test_too_slow(text_model: Path) -> None:

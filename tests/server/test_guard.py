@@ -45,6 +45,7 @@ def written() -> Iterator[io.StringIO]:
 
 KEYS = ("sk-first", "sk-second")
 JSON = {"Content-Type": "application/json"}
+BUSY = ("/v1/completions",)
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,10 +64,11 @@ def ask(
     *,
     base: str = "http://127.0.0.1:8000",
     draining: Callable[[], bool] = lambda: False,
+    turn_away: Callable[[str], None] = lambda key: None,
     **more: Any,
 ) -> httpx.Response:
     async def one() -> httpx.Response:
-        transport = httpx.ASGITransport(Guard(echo, config, draining))
+        transport = httpx.ASGITransport(Guard(echo, config, draining, BUSY, turn_away))
         async with httpx.AsyncClient(transport=transport, base_url=base) as client:
             return await client.request(method, path, **more)
 
@@ -340,3 +342,24 @@ def test_nothing_new_is_let_in_while_draining() -> None:
     assert answer.headers["connection"] == "close"
     assert ask(ServerConfig(), path="/health", draining=lambda: True).status_code == 200
     assert ask(ServerConfig(), path="/metrics", draining=lambda: True).status_code == 200
+
+
+def test_where_there_is_no_room_nothing_is_read() -> None:
+    """F15, R26: guards the cost of a refusal: the key and the size are looked at before it, the document is not."""
+    asked: list[str] = []
+
+    def turn_away(key: str) -> None:
+        asked.append(key)
+        raise ApiError(429, "full", retry_after=7)
+
+    config = ServerConfig(api_keys=KEYS, max_body=1024)
+    keyed = {"Authorization": "Bearer sk-second", **JSON}
+    with patch("shardwise.server.guard.check_document", side_effect=AssertionError):
+        answer = ask(config, "POST", *BUSY, content=b"{", headers=keyed, turn_away=turn_away)
+    assert refused(answer, 429) == "full"
+    assert (answer.headers["retry-after"], asked) == ("7", ["2"])
+    assert refused(ask(config, "POST", *BUSY, content=b"{}", headers=JSON, turn_away=turn_away), 401)
+    assert refused(ask(config, "POST", *BUSY, content=b"a" * 2000, headers=keyed, turn_away=turn_away), 413)
+    assert ask(config, "POST", "/tokenize", content=b"{}", headers=keyed, turn_away=turn_away).status_code == 200
+    assert ask(config, "GET", *BUSY, headers=keyed, turn_away=turn_away).status_code == 200
+    assert asked == ["2"]
