@@ -83,9 +83,9 @@ class Traffic:
         self._thread.start()
 
     def check(self) -> None:
+        wait_for(lambda: self.num_right > 0 or bool(self._wrong))
         assert not self._wrong, self._wrong[:2]
         assert self._thread.is_alive()
-        assert self.num_right > 0
 
     def close(self) -> None:
         self._stop.set()

@@ -188,17 +188,19 @@ def test_one_listener_on_loopback(server: Process) -> None:
 def test_the_key_stays_with_the_front(server: Process) -> None:
     """R6: guards the API key of the environment: it is asked for, and neither ranks nor logs get to know it."""
     url = server.url()
-    assert httpx.get(f"{url}/health").json()["status"] == "ok"
+    assert httpx.get(f"{url}/health", timeout=20).json()["status"] == "ok"
     for path in ("/v1/models", "/metrics", "/openapi.json", "/docs"):
-        assert httpx.get(url + path).status_code == 401
-    assert httpx.get(f"{url}/v1/models", headers=KEYED).json()["data"][0]["id"] == server.model
+        assert httpx.get(url + path, timeout=20).status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers=KEYED, timeout=20).json()["data"][0]["id"] == server.model
     assert all("SHARDWISE_API_KEY" not in process.environ() for process in server.family()[1:])
     assert KEY not in server.log
 
 
 def test_prompts_are_not_logged(server: Process) -> None:
     """R39: guards people's words from the log; it has a line for the request all the same."""
-    answer = httpx.post(f"{server.url()}/v1/completions", json=body(server, prompt="my own words"), headers=KEYED)
+    answer = httpx.post(
+        f"{server.url()}/v1/completions", json=body(server, prompt="my own words"), headers=KEYED, timeout=20
+    )
     assert answer.status_code == 200
     server.wait(answer.headers["x-request-id"], 5)
     assert "my own words" not in server.log
@@ -218,9 +220,15 @@ def test_strangers_are_refused(server: Process) -> None:
     url = server.url()
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
         for method in ("GET", "POST", "OPTIONS"):
-            answer = httpx.request(method, f"{url}/v1/models", headers={**KEYED, **headers})
+            answer = httpx.request(method, f"{url}/v1/models", headers={**KEYED, **headers}, timeout=20)
             assert answer.status_code == 403
             assert "access-control-allow-origin" not in answer.headers
+
+
+def is_quiet(url: str) -> bool:
+    """Is nothing queued or running?"""
+    state = httpx.get(f"{url}/health", timeout=20).json()
+    return bool(state["queue"]["open"] == state["replicas"][0]["running"] == 0)
 
 
 def test_a_disconnect_frees_the_request(server: Process) -> None:
@@ -232,11 +240,10 @@ def test_a_disconnect_frees_the_request(server: Process) -> None:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
             client.sendall(head.encode() + data)
-            wait_for(lambda: httpx.get(f"{url}/health").json()["replicas"][0]["running"] > 0, 20)
+            wait_for(lambda: httpx.get(f"{url}/health", timeout=20).json()["replicas"][0]["running"] > 0, 20)
         began = time.monotonic()
-        wait_for(lambda: httpx.get(f"{url}/health").json()["queue"]["open"] == 0, 20)
+        wait_for(lambda: is_quiet(url), 20)
         assert time.monotonic() - began < 5
-        assert httpx.get(f"{url}/health").json()["replicas"][0]["running"] == 0
 
 
 def test_a_reader_that_takes_nothing(server: Process) -> None:
@@ -252,9 +259,9 @@ def test_a_reader_that_takes_nothing(server: Process) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", httpx.URL(url).port or 0))
         client.sendall(head.encode() + data)
-        wait_for(lambda: httpx.get(f"{url}/health").json()["queue"]["open"] > 0, 20)
+        wait_for(lambda: httpx.get(f"{url}/health", timeout=20).json()["queue"]["open"] > 0, 20)
         assert texts_of(Reading(server).result()) == expected
-        wait_for(lambda: httpx.get(f"{url}/health").json()["queue"]["open"] == 0, 30)
+        wait_for(lambda: httpx.get(f"{url}/health", timeout=20).json()["queue"]["open"] == 0, 30)
         wait_for(lambda: not any(each.raddr == client.getsockname() for each in front.net_connections("inet")), 30)
     assert front.memory_info().rss - before < 32 * 2**20
 
@@ -273,12 +280,11 @@ def test_a_storm_of_resets_leaves_nothing(server: Process) -> None:
         client.close()
 
     def quiet() -> bool:
-        state = httpx.get(f"{url}/health", timeout=20).json()
-        return bool(state["queue"]["open"] == state["replicas"][0]["running"] == 0)
+        page = httpx.get(f"{url}/metrics", headers=KEYED, timeout=20).text
+        is_free = re.search(r'shardwise_kv_cache_usage_perc{model_name=".*} 0\.0\n', page)
+        return is_quiet(url) and is_free is not None
 
     wait_for(quiet, 20)
-    assert 'shardwise_kv_cache_usage_perc{model_name="' in (page := httpx.get(f"{url}/metrics", headers=KEYED).text)
-    assert re.search(r"shardwise_kv_cache_usage_perc{.*} 0\.0\n", page)
     assert httpx.post(f"{url}/v1/completions", json=body(server), headers=KEYED, timeout=30).status_code == 200
 
 
@@ -317,7 +323,7 @@ def test_bodies_of_errors_tell_nothing(server: Process) -> None:
             assert not re.search(r"Traceback|0x[0-9a-f]{6}|/home|/tmp|/usr|site-packages|\.py\b", answer.text), (
                 answer.text
             )
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=20).status_code == 200
 
 
 def test_a_taken_port_is_told_at_once(model: Path) -> None:
@@ -365,10 +371,10 @@ def test_an_interrupt_while_loading(model: Path) -> None:
     """C80, R31: guards against a Ctrl-C that hangs or leaves ranks behind; until then the port answers 503."""
     with serve(model, "--layout", "tp2") as process:
         url = process.url(ready=False)
-        answer = httpx.get(f"{url}/health")
+        answer = httpx.get(f"{url}/health", timeout=20)
         assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
-        assert httpx.get(f"{url}/health/live").status_code == 200
-        answer = httpx.get(f"{url}/v1/models")
+        assert httpx.get(f"{url}/health/live", timeout=20).status_code == 200
+        answer = httpx.get(f"{url}/v1/models", timeout=20)
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         wait_for(lambda: len(process.family()) > 1, 20)
@@ -399,9 +405,9 @@ def test_a_drain_finishes_what_was_accepted(model: Path) -> None:
         with httpx.Client(timeout=20) as idle:
             idle.get(f"{url}/health")
             process.send(signal.SIGTERM)
-            wait_for(lambda: httpx.get(f"{url}/health").status_code == 503, 20)
-            assert httpx.get(f"{url}/health").json()["status"] == "draining"
-            assert httpx.get(f"{url}/health/live").status_code == 200
+            wait_for(lambda: httpx.get(f"{url}/health", timeout=20).status_code == 503, 20)
+            assert httpx.get(f"{url}/health", timeout=20).json()["status"] == "draining"
+            assert httpx.get(f"{url}/health/live", timeout=20).status_code == 200
             for client in (idle, httpx):
                 answer = client.post(f"{url}/v1/completions", json=body(process), headers=KEYED)
                 assert answer.status_code == 503
