@@ -87,7 +87,7 @@ def test_an_interruption_is_gone_on_from(tmp_path: Path, number: signal.Signals)
     notes = tmp_path / "out.jsonl.journal"
     command = [*MAP, FACTORY, "--input", source, "--output", sink, "--layout", "dp2", "--set", f"folder={tmp_path}"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: (tmp_path / "item10").exists())  # a second rank waits now: 2 and 10 are open
+        wait_for(lambda: all((tmp_path / f"item{index}").exists() for index in (2, 10)))  # both ranks wait now
         wait_for(lambda: ' 9 "output"' in notes.read_text())  # and 3 to 9 are done
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
