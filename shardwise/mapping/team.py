@@ -111,10 +111,7 @@ class Team:
         """Wait a moment for something to happen, or for the descriptor ``wake``; what has been answered since."""
         for seat in self._everyone():
             if seat.process is not None:
-                connection = seat.process.frames.connection
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if seat.process.frames.unsent else 0)
-                if self._selector.get_key(connection).events != wanted:
-                    self._selector.modify(connection, wanted, seat)
+                seat.process.frames.watch(self._selector)
         if wake is not None:
             self._selector.register(wake, selectors.EVENT_READ, None)
         try:
@@ -183,10 +180,7 @@ class Team:
                 rank.frames.send(pack(Kind.START, Post(place.rank, place.world, place.device, place.threads)))
 
     def _hear(self, seat: Seat, process: Process) -> None:
-        process.frames.send()
-        came = process.frames.receive()
-        while came:
-            came = process.frames.receive()
+        lives = process.frames.exchange()
         failed: Failed | None = None
         while (frame := process.frames.take()) is not None:
             kind, payload = frame
@@ -199,7 +193,7 @@ class Team:
                 answers = self._answers.decode(payload)
                 self._answered += zip(seat.items, answers, strict=True)
                 seat.items = []
-        if came is False or failed is not None:
+        if not lives or failed is not None:
             self._lost(seat, failed)
 
     def _look(self) -> None:
@@ -209,11 +203,7 @@ class Team:
             process = seat.process
             if process is None:
                 continue
-            if not process.stopped():
-                process.stopped_since = None
-            elif process.stopped_since is None:
-                process.stopped_since = now
-            elif now - process.stopped_since > STOPPED:
+            if process.overslept(STOPPED):
                 self._lost(seat, None, f"has been stopped for {STOPPED:g} s")
                 continue
             if not process.ready and now - seat.since > self._config.startup_timeout:

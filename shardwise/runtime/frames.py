@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import struct
 from enum import IntEnum
@@ -89,6 +90,21 @@ class Frames:
             return False
         self._received += data
         return bool(data)
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector``, where the connection is registered, wake for what comes, and for room for the unsent."""
+        key, wanted = selector.get_key(self.connection), selectors.EVENT_READ
+        if self.unsent:
+            wanted |= selectors.EVENT_WRITE
+        if key.events != wanted:
+            selector.modify(self.connection, wanted, key.data)
+
+    def exchange(self) -> bool:
+        """Send what is unsent and read all that has come, without blocking; is the other end still there?"""
+        self.send()
+        while came := self.receive():
+            pass
+        return came is None
 
     def take(self) -> tuple[Kind, bytes] | None:
         """The oldest whole frame received and not taken yet."""

@@ -200,30 +200,19 @@ class ProcessExecutor:
         return True
 
     def _fence_stopped(self) -> None:
-        """A rank that stays stopped is as good as dead. (A short stop, by a debugger or the system, is no fault.)"""
+        """A rank that stays stopped is as good as dead."""
         for process in self._everyone():
-            if not process.stopped():
-                process.stopped_since = None
-            elif process.stopped_since is None:
-                process.stopped_since = monotonic()
-            elif monotonic() - process.stopped_since > STOPPED:
+            if process.overslept(STOPPED):
                 self._fail(RankFailure(process.rank, f"has been stopped for {STOPPED:g} s"))
 
     def _turn(self, timeout: float) -> None:
         """Wait for something to happen, and deal with it."""
         for rank in self._ranks:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.frames.unsent else 0)
-            connection = rank.frames.connection
-            if self._selector.get_key(connection).events != wanted:
-                self._selector.modify(connection, wanted, rank)
+            rank.frames.watch(self._selector)
         dead: set[Process] = set()
         failed: dict[Process, Failed] = {}
         for process in {key.data for key, _ in self._selector.select(timeout)}:
-            process.frames.send()
-            came = process.frames.receive()
-            while came:
-                came = process.frames.receive()
-            if came is False:
+            if not process.frames.exchange():
                 dead.add(process)
             try:
                 while (frame := process.frames.take()) is not None:

@@ -68,6 +68,7 @@ class Process:
         self.gone = threading.Event()
         self.ready = False
         self.stopped_since: float | None = None
+        """Since when it has been found stopped at each look; see `overslept`."""
         self._pidfd = -1
         self.buried = False
         self._lock = threading.Lock()
@@ -113,6 +114,14 @@ class Process:
             return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"Tt"
         except OSError:
             return False
+
+    def overslept(self, seconds: float) -> bool:
+        """Was it stopped at every look for longer than that? (A short stop, by a debugger, is no fault.)"""
+        if not self.stopped():
+            self.stopped_since = None
+        elif self.stopped_since is None:
+            self.stopped_since = monotonic()
+        return self.stopped_since is not None and monotonic() - self.stopped_since > seconds
 
     def epitaph(self) -> tuple[str, str]:
         """How the process ended, in words, and its last lines."""

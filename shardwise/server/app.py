@@ -73,13 +73,14 @@ def create_app(deps: Deps) -> FastAPI:
             HTTPException: _handler(lambda error: _unknown(cast(HTTPException, error))),
         },
     )
-    for module in MODULES:
-        app.include_router(module.router(deps))
+    routers = {module: module.router(deps) for module in MODULES}
+    for router in routers.values():
+        app.include_router(router)
     app.add_middleware(
         Guard,
         config=deps.config,
         is_draining=lambda: deps.service.state in ("draining", "dead"),
-        busy={route.path for module in SUBMITTING for route in module.router(deps).routes},
+        busy={route.path for module in SUBMITTING for route in routers[module].routes},
         turn_away=partial(turn_away, deps),
     )
     return app

@@ -136,7 +136,8 @@ def test_inputs_are_taken_as_they_are_needed(tmp_path: Path) -> None:
     with shardwise.map(build, endless(), "dp2", settings={"folder": str(tmp_path)}) as results:
         for index in range(30):
             assert next(results).output[0] == 2 * (index + 1)
-            assert taken - index < 10
+            begun = sum(1 for _ in tmp_path.glob("item*"))  # one rank may be ahead of the other, whose answer is next
+            assert taken - begun < 10
         ours = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
         assert len(ours) == 4  # the fork server, the holder and two ranks
     _, alive = psutil.wait_procs(ours, timeout=10)
