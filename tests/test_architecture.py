@@ -218,8 +218,8 @@ OUTER = (
     *("convert", "evaluation", "passage"),
 )
 """Rooms that hang on the outside: one prompt can be followed through the code without them."""
-OTHERS = ("bloom", "gpt2", "mixtral", "opt", "qwen2", "qwen3")
-"""Families beside Llama: it takes one to understand them all."""
+OTHERS = ("bloom", "gpt2", "mixtral", "opt", "plain", "qwen2", "qwen3")
+"""Families beside Llama, and what they share: it takes one to understand them all."""
 
 
 def test_package_stays_readable() -> None:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.families.family import Family, gguf_names, ids, matrix, number, number_format, vector
+from shardwise.models.families.family import Family, gguf_names, head, ids, matrix, number, number_format, vector
+from shardwise.models.families.plain import affine, plain_config, plain_gguf
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Plan, Run
 
 TRAINED = 2048
 """Positions that BLOOM was trained with; its files don't always say."""
+ALIBI = 8.0
+KEYS = "hidden_size", "n_head"
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -19,55 +22,36 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if values.get("apply_residual_connection_post_layernorm"):
         raise ValueError("model config: apply_residual_connection_post_layernorm is not supported")
     hidden = number(values, "hidden_size" if "hidden_size" in values else "n_embed", int)
-    return _config(
+    return plain_config(
+        "bloom",
+        KEYS,
+        hidden,
+        number(values, "num_attention_heads" if "num_attention_heads" in values else "n_head", int),
         stored="hf",
         num_layers=number(values, "num_hidden_layers" if "num_hidden_layers" in values else "n_layer", int),
-        hidden_size=hidden,
-        num_heads=number(values, "num_attention_heads" if "num_attention_heads" in values else "n_head", int),
         intermediate_size=4 * hidden,
         vocab_size=number(values, "vocab_size", int),
         max_positions=number(values, "seq_length", int, TRAINED),
         norm_eps=number(values, "layer_norm_epsilon", float, 1e-5),
+        activation="gelu_tanh",
         tied=bool(values.get("tie_word_embeddings", True)),
         dtype=number_format(values),
         bos=values.get("bos_token_id"),
         eos=ids(values.get("eos_token_id")),
+        alibi=ALIBI,
     )
 
 
 def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
     """Read the metadata of a GGUF file of architecture "bloom"."""
     hidden = number(values, "bloom.embedding_length", int)
-    return _config(
-        stored="gguf",
-        num_layers=number(values, "bloom.block_count", int),
-        hidden_size=hidden,
-        num_heads=number(values, "bloom.attention.head_count", int),
+    return plain_gguf(
+        values,
+        "bloom",
+        KEYS,
         intermediate_size=number(values, "bloom.feed_forward_length", int, 4 * hidden),
-        vocab_size=number(values, "bloom.vocab_size", int, len(values.get("tokenizer.ggml.tokens", ()))),
         max_positions=number(values, "bloom.context_length", int, TRAINED),
-        norm_eps=number(values, "bloom.attention.layer_norm_epsilon", float),
-        tied="output.weight" not in values["tensors"],
-        dtype="float32",
-        bos=values.get("tokenizer.ggml.bos_token_id"),
-        eos=ids(values.get("tokenizer.ggml.eos_token_id")),
-    )
-
-
-def _config(hidden_size: int, num_heads: int, **numbers: Any) -> ModelConfig:
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"model config: hidden_size {hidden_size} must be a multiple of n_head {num_heads}")
-    return ModelConfig(
-        family="bloom",
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        activation="gelu_tanh",
-        alibi=8.0,
-        attention_bias=True,
-        mlp_bias=True,
-        **numbers,
+        alibi=ALIBI,
     )
 
 
@@ -77,34 +61,27 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
     own = shard.heads.scaled(dim)
     fused = _fused(config, shard.heads)
     found: Plan = {}
-
-    def norm(name: str, stored: str) -> None:
-        for kind in ("weight", "bias"):
-            found[f"{name}.{kind}"] = (vector(f"{stored}.{kind}", hidden),)
-
     if shard.first:
         found["embed.weight"] = (matrix("word_embeddings.weight", (vocab, hidden), shard.vocab),)
-        norm("embed_norm", "word_embeddings_layernorm")
+        found |= affine("embed_norm", "word_embeddings_layernorm", hidden)
     for index in range(shard.layers.start, shard.layers.stop):
         at, layer = f"layers.{index}.", f"h.{index}."
         qkv, out = layer + "self_attention.query_key_value", layer + "self_attention.dense"
         up, down = layer + "mlp.dense_h_to_4h", layer + "mlp.dense_4h_to_h"
-        norm(at + "attention_norm", layer + "input_layernorm")
+        found |= affine(at + "attention_norm", layer + "input_layernorm", hidden)
         shape = 3 * hidden, hidden
         found[at + "attention.qkv.weight"] = tuple(matrix(qkv + ".weight", shape, rows) for rows in fused)
         found[at + "attention.qkv.bias"] = tuple(vector(qkv + ".bias", 3 * hidden, rows) for rows in fused)
         found[at + "attention.out.weight"] = (matrix(out + ".weight", (hidden, hidden), cols=own),)
         found[at + "attention.out.bias"] = (vector(out + ".bias", hidden),)
-        norm(at + "mlp_norm", layer + "post_attention_layernorm")
+        found |= affine(at + "mlp_norm", layer + "post_attention_layernorm", hidden)
         found[at + "mlp.up.weight"] = (matrix(up + ".weight", (width, hidden), shard.mlp),)
         found[at + "mlp.up.bias"] = (vector(up + ".bias", width, shard.mlp),)
         found[at + "mlp.down.weight"] = (matrix(down + ".weight", (hidden, width), cols=shard.mlp),)
         found[at + "mlp.down.bias"] = (vector(down + ".bias", hidden),)
     if shard.last:
-        norm("norm", "ln_f")
-        head = "word_embeddings.weight" if config.tied else "lm_head.weight"
-        if not (config.tied and shard.first):
-            found["head.weight"] = (matrix(head, (vocab, hidden), shard.vocab),)
+        found |= affine("norm", "ln_f", hidden)
+        found |= head(config, shard, "word_embeddings.weight")
     return found
 
 

@@ -72,6 +72,14 @@ def matrix(tensor: str, shape: tuple[int, int], rows: Run | None = None, cols: R
     return Placement(tensor, shape, rows or Run(0, shape[0]), cols or Run(0, shape[1]))
 
 
+def head(config: ModelConfig, shard: Shard, embedding: str) -> Plan:
+    """The head on the last stage; nothing where it is the embedding, which this rank has."""
+    if config.tied and shard.first:
+        return {}
+    stored = embedding if config.tied else "lm_head.weight"
+    return {"head.weight": (matrix(stored, (config.vocab_size, config.hidden_size), shard.vocab),)}
+
+
 def gguf_names(ends: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> Callable[[str], str | None]:
     """A family's ``gguf_name``: ``ends`` maps whole names, ``layer`` the part between "blk.3." and ".weight".
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.families.family import Family, gguf_names, ids, matrix, number, number_format, vector
+from shardwise.models.families.family import Family, gguf_names, head, ids, matrix, number, number_format, vector
+from shardwise.models.families.plain import affine, plain_config, plain_gguf
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+KEYS = "n_embd", "n_head"
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -24,11 +26,13 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if values.get("add_cross_attention"):
         raise ValueError("model config: cross attention is not supported")
     hidden = number(values, "n_embd", int)
-    return _config(
+    return plain_config(
+        "gpt2",
+        KEYS,
+        hidden,
+        number(values, "n_head", int),
         stored="hf",
         num_layers=number(values, "n_layer", int),
-        hidden_size=hidden,
-        num_heads=number(values, "n_head", int),
         intermediate_size=number(values, "n_inner", int, 4 * hidden),
         vocab_size=number(values, "vocab_size", int),
         max_positions=number(values, "n_positions", int),
@@ -43,35 +47,12 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
     """Read the metadata of a GGUF file of architecture "gpt2"."""
-    return _config(
-        stored="gguf",
-        num_layers=number(values, "gpt2.block_count", int),
-        hidden_size=number(values, "gpt2.embedding_length", int),
-        num_heads=number(values, "gpt2.attention.head_count", int),
+    return plain_gguf(
+        values,
+        "gpt2",
+        KEYS,
         intermediate_size=number(values, "gpt2.feed_forward_length", int),
-        vocab_size=number(values, "gpt2.vocab_size", int, len(values.get("tokenizer.ggml.tokens", ()))),
         max_positions=number(values, "gpt2.context_length", int),
-        norm_eps=number(values, "gpt2.attention.layer_norm_epsilon", float),
-        activation="gelu_tanh",
-        tied="output.weight" not in values["tensors"],
-        dtype="float32",
-        bos=values.get("tokenizer.ggml.bos_token_id"),
-        eos=ids(values.get("tokenizer.ggml.eos_token_id")),
-    )
-
-
-def _config(hidden_size: int, num_heads: int, **numbers: Any) -> ModelConfig:
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"model config: n_embd {hidden_size} must be a multiple of n_head {num_heads}")
-    return ModelConfig(
-        family="gpt2",
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        attention_bias=True,
-        mlp_bias=True,
-        **numbers,
     )
 
 
@@ -94,9 +75,7 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
         found["embed.positions"] = (matrix("wpe.weight", (config.max_positions, hidden)),)
     for index in range(shard.layers.start, shard.layers.stop):
         at, layer = f"layers.{index}.", f"h.{index}."
-        for norm, stored in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            for kind in ("weight", "bias"):
-                found[f"{at}{norm}.{kind}"] = (vector(f"{layer}{stored}.{kind}", hidden),)
+        found |= affine(at + "attention_norm", layer + "ln_1", hidden) | affine(at + "mlp_norm", layer + "ln_2", hidden)
         fused = layer + "attn.c_attn"
         found[at + "attention.qkv.weight"] = tuple(
             linear(fused + ".weight", 3 * hidden, hidden, rows, whole) for rows in thirds
@@ -109,11 +88,7 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
         found[at + "mlp.down.weight"] = (linear(layer + "mlp.c_proj.weight", hidden, width, cols=shard.mlp),)
         found[at + "mlp.down.bias"] = (vector(layer + "mlp.c_proj.bias", hidden),)
     if shard.last:
-        for kind in ("weight", "bias"):
-            found[f"norm.{kind}"] = (vector(f"ln_f.{kind}", hidden),)
-        found["head.weight"] = (
-            matrix("wte.weight" if config.tied else "lm_head.weight", (vocab, hidden), shard.vocab),
-        )
+        found |= affine("norm", "ln_f", hidden) | head(config, shard, "wte.weight")
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig, Rope
-from shardwise.models.families.family import Family, gguf_names, ids, matrix, number, number_format, vector
+from shardwise.models.families.family import Family, gguf_names, head, ids, matrix, number, number_format, vector
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
@@ -220,9 +220,7 @@ def plan(
         found["rope.factors"] = (vector("rope_freqs.weight", config.rope.dim // 2),)
     if shard.last:
         found["norm.weight"] = (vector("model.norm.weight", hidden),)
-        head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-        if not (config.tied and shard.first):
-            found["head.weight"] = (matrix(head, (vocab, hidden), shard.vocab),)
+        found |= head(config, shard, "model.embed_tokens.weight")
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from shardwise.models.config import Experts, ModelConfig
 from shardwise.models.families import llama
-from shardwise.models.families.family import Family, gguf_names, matrix, number
+from shardwise.models.families.family import gguf_names, matrix, number
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
@@ -30,18 +32,34 @@ def gguf_experts(values: Mapping[str, Any], arch: str) -> Experts:
     return Experts(count, number(values, f"{arch}.expert_used_count", int), normed=True)
 
 
+class Spelling(NamedTuple):
+    """How a family calls its experts: the block that they are in, and the matrices of each."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    def gguf(self, layer: Mapping[str, str]) -> dict[str, str]:
+        """The names in the layers of GGUF files, those of ``layer`` with experts in place of the MLP."""
+        rest = {name: stored for name, stored in layer.items() if not stored.startswith("mlp.")}
+        kinds = {"gate": self.gate, "up": self.up, "down": self.down}
+        experts = {f"ffn_{kind}_exps": f"{self.block}.experts.{stored}" for kind, stored in kinds.items()}
+        return {**rest, "ffn_gate_inp": f"{self.block}.gate", **experts}
+
+
+SPELLING = Spelling("block_sparse_moe", "w1", "w3", "w2")
+
+
 def plan(config: ModelConfig, shard: Shard) -> Plan:
     """As Llama's, with experts."""
-
-    def mlp(config: ModelConfig, shard: Shard, at: str, layer: str) -> Plan:
-        return experts_plan(config, shard, at, layer + "block_sparse_moe.", ("w1", "w3", "w2"))
-
-    return llama.plan(config, shard, mlp)
+    return llama.plan(config, shard, partial(experts_plan, SPELLING))
 
 
-def experts_plan(config: ModelConfig, shard: Shard, at: str, block: str, names: tuple[str, str, str]) -> Plan:
-    """This rank's experts and parts of experts, and the whole router; ``names`` are those of gate, up and down."""
+def experts_plan(spelling: Spelling, config: ModelConfig, shard: Shard, at: str, layer: str) -> Plan:
+    """This rank's experts and parts of experts, and the whole router; see `llama.MLPPlan`."""
     assert config.experts is not None
+    block = f"{layer}{spelling.block}."
     hidden, width, count = config.hidden_size, config.intermediate_size, config.experts.count
     found: Plan = {at + "mlp.router.weight": (matrix(block + "gate.weight", (count, hidden)),)}
 
@@ -51,29 +69,23 @@ def experts_plan(config: ModelConfig, shard: Shard, at: str, block: str, names: 
             return Placement(f"{block}experts.{name}.weight", (count, *shape), rows, cols, index=expert)
         return Placement(f"{block}experts.{expert}.{name}.weight", shape, rows, cols)
 
-    gate, up, down = names
     for expert, run in shard.experts(width).items():
         name = f"{at}mlp.experts.{expert}."
-        found[name + "up.weight"] = tuple(part(expert, kind, (width, hidden), run, None) for kind in (gate, up))
-        found[name + "down.weight"] = (part(expert, down, (hidden, width), None, run),)
+        found[name + "up.weight"] = tuple(
+            part(expert, kind, (width, hidden), run, None) for kind in (spelling.gate, spelling.up)
+        )
+        found[name + "down.weight"] = (part(expert, spelling.down, (hidden, width), None, run),)
     return found
 
 
-GGUF_LAYER = {
-    **{name: stored for name, stored in llama.GGUF_LAYER.items() if not stored.startswith("mlp.")},
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.w2",
-}
+GGUF_LAYER = SPELLING.gguf(llama.GGUF_LAYER)
 
 
-MIXTRAL = Family(
+MIXTRAL = replace(
+    llama.LLAMA,
     name="mixtral",
     from_hf=from_hf,
     from_gguf=from_gguf,
     plan=plan,
-    hf_name=llama.LLAMA.hf_name,
     gguf_name=gguf_names(llama.GGUF_ENDS, GGUF_LAYER, "model.layers."),
-    ignored=llama.LLAMA.ignored,
 )

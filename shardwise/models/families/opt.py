@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.families.family import Family, ids, matrix, number, number_format, vector
+from shardwise.models.families.family import Family, head, ids, matrix, number, number_format, vector
+from shardwise.models.families.plain import affine, plain_config
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
@@ -17,8 +18,6 @@ OFFSET = 2
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Read an OPT config.json; ValueError for OPT-350m's norms after the sums, and for Galactica."""
     hidden, heads = number(values, "hidden_size", int), number(values, "num_attention_heads", int)
-    if heads < 1 or hidden % heads:
-        raise ValueError(f"model config: hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
     narrow = number(values, "word_embed_proj_dim", int, hidden)
     if not values.get("do_layer_norm_before", True) or values.get("_remove_final_layer_norm") or narrow != hidden:
         raise ValueError(
@@ -32,14 +31,13 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     activation = values.get("activation_function", "relu")
     if activation not in ("relu", "gelu"):
         raise ValueError(f"model config: activation_function {activation!r} is not one of relu, gelu")
-    return ModelConfig(
-        family="opt",
+    return plain_config(
+        "opt",
+        ("hidden_size", "num_attention_heads"),
+        hidden,
+        heads,
         stored="hf",
         num_layers=number(values, "num_hidden_layers", int),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         intermediate_size=number(values, "ffn_dim", int),
         vocab_size=number(values, "vocab_size", int),
         max_positions=number(values, "max_position_embeddings", int, 2048),
@@ -47,8 +45,6 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
         activation=activation,
         tied=bool(values.get("tie_word_embeddings", True)),
         dtype=number_format(values),
-        attention_bias=True,
-        mlp_bias=True,
         bos=values.get("bos_token_id"),
         eos=ids(values.get("eos_token_id")),
     )
@@ -69,28 +65,22 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
         found[name + ".weight"] = (matrix(stored + ".weight", (hidden, inputs), cols=cols),)
         found[name + ".bias"] = (vector(stored + ".bias", hidden),)
 
-    def norm(name: str, stored: str) -> None:
-        for kind in ("weight", "bias"):
-            found[f"{name}.{kind}"] = (vector(f"{stored}.{kind}", hidden),)
-
     if shard.first:
         found["embed.weight"] = (matrix("decoder.embed_tokens.weight", (vocab, hidden), shard.vocab),)
         used = Run(OFFSET, positions), Run(0, hidden)
         found["embed.positions"] = (Placement("decoder.embed_positions.weight", (positions, hidden), *used),)
     for index in range(shard.layers.start, shard.layers.stop):
         at, layer = f"layers.{index}.", f"decoder.layers.{index}."
-        norm(at + "attention_norm", layer + "self_attn_layer_norm")
+        found |= affine(at + "attention_norm", layer + "self_attn_layer_norm", hidden)
         for name in ("q", "k", "v"):
             pair(at + "attention.qkv", f"{layer}self_attn.{name}_proj", hidden, hidden, heads)
         closing(at + "attention.out", layer + "self_attn.out_proj", hidden, heads)
-        norm(at + "mlp_norm", layer + "final_layer_norm")
+        found |= affine(at + "mlp_norm", layer + "final_layer_norm", hidden)
         pair(at + "mlp.up", layer + "fc1", width, hidden, shard.mlp)
         closing(at + "mlp.down", layer + "fc2", width, shard.mlp)
     if shard.last:
-        norm("norm", "decoder.final_layer_norm")
-        head = "decoder.embed_tokens.weight" if config.tied else "lm_head.weight"
-        if not (config.tied and shard.first):
-            found["head.weight"] = (matrix(head, (vocab, hidden), shard.vocab),)
+        found |= affine("norm", "decoder.final_layer_norm", hidden)
+        found |= head(config, shard, "decoder.embed_tokens.weight")
     return found
 
 

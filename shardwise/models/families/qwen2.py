@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardwise.models.config import ModelConfig
 from shardwise.models.families import llama
-from shardwise.models.families.family import Family, gguf_names
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Plan
 
@@ -31,12 +31,4 @@ def plan(config: ModelConfig, shard: Shard) -> Plan:
     return llama.plan(config, shard, out_bias=False, gguf_pairs=False)
 
 
-QWEN2 = Family(
-    name="qwen2",
-    from_hf=from_hf,
-    from_gguf=from_gguf,
-    plan=plan,
-    hf_name=llama.LLAMA.hf_name,
-    gguf_name=gguf_names(llama.GGUF_ENDS, llama.GGUF_LAYER, "model.layers."),
-    ignored=llama.LLAMA.ignored,
-)
+QWEN2 = replace(llama.LLAMA, name="qwen2", from_hf=from_hf, from_gguf=from_gguf, plan=plan)

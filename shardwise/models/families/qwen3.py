@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardwise.models.config import Experts, ModelConfig
 from shardwise.models.families import llama
-from shardwise.models.families.family import Family, gguf_names, number, vector
-from shardwise.models.families.mixtral import experts_plan, gguf_experts
+from shardwise.models.families.family import gguf_names, number, vector
+from shardwise.models.families.mixtral import Spelling, experts_plan, gguf_experts
 from shardwise.models.families.qwen2 import WINDOWS
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Plan
@@ -59,38 +61,27 @@ def plan(config: ModelConfig, shard: Shard, mlp: llama.MLPPlan = llama.mlp_plan)
 
 def moe_plan(config: ModelConfig, shard: Shard) -> Plan:
     """As Qwen3's, with experts."""
-
-    def mlp(config: ModelConfig, shard: Shard, at: str, layer: str) -> Plan:
-        return experts_plan(config, shard, at, layer + "mlp.", ("gate_proj", "up_proj", "down_proj"))
-
-    return plan(config, shard, mlp)
+    return plan(config, shard, partial(experts_plan, SPELLING))
 
 
+SPELLING = Spelling("mlp", "gate_proj", "up_proj", "down_proj")
 GGUF_LAYER = {**llama.GGUF_LAYER, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-GGUF_MOE_LAYER = {
-    **{name: stored for name, stored in GGUF_LAYER.items() if not stored.startswith("mlp.")},
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
+GGUF_MOE_LAYER = SPELLING.gguf(GGUF_LAYER)
 
 
-QWEN3 = Family(
+QWEN3 = replace(
+    llama.LLAMA,
     name="qwen3",
     from_hf=from_hf,
     from_gguf=from_gguf,
     plan=plan,
-    hf_name=llama.LLAMA.hf_name,
     gguf_name=gguf_names(llama.GGUF_ENDS, GGUF_LAYER, "model.layers."),
-    ignored=llama.LLAMA.ignored,
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = replace(
+    llama.LLAMA,
     name="qwen3_moe",
     from_hf=moe_from_hf,
     from_gguf=moe_from_gguf,
     plan=moe_plan,
-    hf_name=llama.LLAMA.hf_name,
     gguf_name=gguf_names(llama.GGUF_ENDS, GGUF_MOE_LAYER, "model.layers."),
-    ignored=llama.LLAMA.ignored,
 )
