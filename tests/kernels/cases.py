@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import ctypes.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +12,14 @@ from torch import Tensor
 
 from shardwise.config import BLOCK
 from shardwise.kernels.ops import Ops, Weight
+
+
+def fma_of(dtype: torch.dtype) -> Callable[[float, float, float], float]:
+    """The C library's fused multiply-add of these numbers."""
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    fma, number = (libm.fmaf, ctypes.c_float) if dtype == torch.float32 else (libm.fma, ctypes.c_double)
+    fma.argtypes, fma.restype = [number] * 3, number
+    return fma
 
 
 def pack(ops: Ops, matrix: Tensor, dtype: torch.dtype) -> Weight:

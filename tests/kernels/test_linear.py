@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,7 +15,7 @@ from shardwise.kernels.native import NativeOps
 from shardwise.kernels.ops import Ops, Program
 from shardwise.parallel.placement import Run, Tree
 
-from .cases import pack
+from .cases import fma_of, pack
 from .conftest import FORMATS, compute_of
 
 Native = Callable[[torch.dtype], NativeOps]
@@ -34,10 +32,7 @@ def whole_tree(cols: int, count: int) -> Program:
 
 def by_hand(x: Tensor, matrix: Tensor, program: Program) -> Tensor:
     """The contract, one libm fma at a time."""
-    libm = ctypes.CDLL(ctypes.util.find_library("m"))
-    single = x.dtype == torch.float32
-    fma, number = (libm.fmaf, ctypes.c_float) if single else (libm.fma, ctypes.c_double)
-    fma.argtypes, fma.restype = [number] * 3, number
+    fma = fma_of(x.dtype)
     out = torch.empty(x.shape[0], matrix.shape[0], dtype=x.dtype)
     for r, row in enumerate(x.tolist()):
         for n, weights in enumerate(matrix.to(x.dtype).tolist()):

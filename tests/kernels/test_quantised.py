@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,7 +17,7 @@ from shardwise.kernels.ops import Ops, Program
 from shardwise.parallel.placement import Run, Tree
 from shardwise.weights.quantise import quantise, restore
 
-from .cases import pack_whole
+from .cases import fma_of, pack_whole
 
 Native = Callable[[torch.dtype], NativeOps]
 computes = pytest.mark.parametrize("compute", [torch.float32, torch.float64], ids=str)
@@ -41,10 +39,7 @@ def rounded(rows: int, cols: int, bits: int, group: int | None) -> tuple[Tensor,
 
 def by_hand(x: Tensor, numbers: Tensor, scales: Tensor, group: int, program: Program) -> Tensor:
     """The contract, one libm fma at a time."""
-    libm = ctypes.CDLL(ctypes.util.find_library("m"))
-    single = x.dtype == torch.float32
-    fma, number = (libm.fmaf, ctypes.c_float) if single else (libm.fma, ctypes.c_double)
-    fma.argtypes, fma.restype = [number] * 3, number
+    fma = fma_of(x.dtype)
     out = torch.empty(x.shape[0], numbers.shape[0], dtype=x.dtype)
     for r, n in ((r, n) for r in range(x.shape[0]) for n in range(numbers.shape[0])):
         stack: list[Tensor] = []
