@@ -33,8 +33,13 @@ def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
 
 
 def executors(llm: LLM) -> list[ProcessExecutor]:
-    """With their ranks up, whatever came before."""
-    while not all(engine.ready for engine in llm._replicas.engines):
+    """With their ranks up and their pids known, whatever came before."""
+    deadline = time.monotonic() + 20
+    while not all(
+        engine.ready and all(process.pid for process in engine.executor._everyone())  # type: ignore[attr-defined]
+        for engine in llm._replicas.engines
+    ):
+        assert time.monotonic() < deadline
         llm._replicas.step()
     return [engine.executor for engine in llm._replicas.engines]  # type: ignore[misc]
 
