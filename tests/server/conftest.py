@@ -135,7 +135,13 @@ def serving(deps: Deps, *routers: Router) -> Iterator[str]:
     """The app (see `app_of`) behind a socket of this host; yields its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app_of(deps, *routers), log_level="warning", lifespan="on", ws="none")
+        config = uvicorn.Config(
+            app_of(deps, *routers),
+            log_level="warning",
+            lifespan="on",
+            ws="none",
+            timeout_keep_alive=600,  # a client may reuse a connection in the very moment in which it is closed as idle
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), name="uvicorn")
         thread.start()

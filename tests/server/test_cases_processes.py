@@ -140,7 +140,7 @@ def kill(url: str, rank: psutil.Process) -> None:
             assert (answer.status_code == 200) == replica["ready"]
             if replica["failures"] > before:
                 break
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 20  # the step that is lost would be due in 300 s
     assert replica["failures"] == before + 1
     assert replica["last_failure"]["kind"] == "lost"
 

@@ -244,10 +244,10 @@ def test_the_depth_is_that_of_the_document(value: Any, plain: bool, piece: int) 
 def test_the_shape_is_checked_in_linear_time(pattern: bytes) -> None:
     """R13, R15: guards against bodies that make the check itself the attack."""
     body = (pattern * 2**20)[: 2**20]
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(ApiError):
         check_document(body)
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_a_refused_body_takes_little_memory() -> None:

@@ -122,9 +122,9 @@ def test_nothing_comes_after_a_stop():
 def test_time_is_linear_in_tokens_and_in_stops():
     """A hostile stop string (all of one letter) or a long output made quadratic."""
     tokenizer, ids = letters("a" * 20_000 + "b")
-    start = time.perf_counter()
+    start = time.thread_time()
     found, stopped = pieces(tokenizer, ids, ("a" * 10_000 + "c", "a" * 15_000 + "b"))
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
     assert stopped
     assert "".join(found) == "a" * 5_000
 

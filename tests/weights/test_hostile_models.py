@@ -217,10 +217,10 @@ def test_lies_cost_no_memory(tmp_path: Path) -> None:
     for path, read in cases:
         size = len(text) if path is large else 0
         before = peak(reset=True)
-        began = time.monotonic()
+        began = time.thread_time()
         with pytest.raises(LoadError):
             read(path)
-        assert time.monotonic() - began < 1, path
+        assert time.thread_time() - began < 1, path
         assert peak() - before < 16e6 + size, path
 
 

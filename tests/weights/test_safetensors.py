@@ -187,7 +187,7 @@ def test_mutants(tmp_path):
             for _ in range(generator.choice((1, 1, 2, 8))):
                 data[generator.randrange(min(len(data), 400))] ^= 1 << generator.randrange(8)
         (tmp_path / "model.safetensors").write_bytes(data)
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             checkpoint = Checkpoint(index_safetensors(tmp_path))
             for name in checkpoint.index.tensors:
@@ -195,7 +195,7 @@ def test_mutants(tmp_path):
             checkpoint.close()
         except LoadError as error:
             refused.append(str(error))
-        assert time.perf_counter() - start < 1
+        assert time.thread_time() - start < 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16e6
