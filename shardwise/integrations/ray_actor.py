@@ -1,0 +1,34 @@
+"""What an actor of Ray's needs that hosts a layout: its settings, checked where they are said, and its resources.
+
+The actor forks its ranks itself, so all of them are on its host and use what Ray gives to it. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.config import EngineConfig, Layout
+
+
+def engine_config(layout: str | Layout, device: str, threads: int, settings: Mapping[str, Any]) -> EngineConfig:
+    """How an actor runs its model; ``settings`` are the other fields of EngineConfig, as LLM takes them.
+
+    Raises ValueError for what can't be.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, for Ray to find a place, not {device!r}")
+    chosen = dict(settings)
+    for name, hint in typing.get_type_hints(EngineConfig).items():
+        kinds = [kind for kind in typing.get_args(hint) if hasattr(kind, "parse")]
+        if kinds and isinstance(chosen.get(name), str | Mapping):
+            chosen[name] = kinds[0].parse(chosen[name])
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    return EngineConfig(layout=layout, device=device, threads=threads, isolate=True, **chosen)
+
+
+def resources(engine: EngineConfig) -> dict[str, int]:
+    """The CPUs of an actor, ``threads`` a rank, and its GPUs, one a rank if they are asked for; by Ray's names."""
+    ranks = engine.layout.world_size
+    return {"CPU": ranks * (engine.threads or 1), **({"GPU": ranks} if engine.device == "cuda" else {})}
