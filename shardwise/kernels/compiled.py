@@ -1,10 +1,12 @@
-"""The operations as torch custom ops with fakes, so that torch.compile and torch.export can trace through them.
+"""The operations as torch.compile and torch.export can trace them: custom ops with fakes, opaque to a compiler.
 
-Only for tracing: the eager path calls `Ops` directly, since dispatch would cost more than the small kernels do.
+The native kernels are opaque as a whole, so a compiled graph has their very bits. Of the torch twins only attention is,
+whose loops depend on the batch: a compiler may fuse the others, which is what it is for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,12 +16,15 @@ from torch import Tensor
 
 from shardwise.kernels.ops import Ops, Program, Weight
 
+DEFINING = threading.Lock()
+"""torch's registry of operations is one for the process, and ranks may be threads of it."""
+
 
 class CompiledOps(Ops):
     """``ops`` behind custom ops ``torch.ops.shardwise_<name>_<compute>.*``; methods and contracts are those of `Ops`.
 
-    What happens before a model runs (weight, write, cache) and after it (gumbel, exp) is not traced: it goes straight
-    to ``ops``.
+    Only while something is traced: else all goes straight to ``ops``, since dispatch would cost more than the small
+    kernels do. What happens before a model runs (weight, write, cache) and after it (gumbel, exp) is never traced.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -28,6 +33,11 @@ class CompiledOps(Ops):
         self.weight, self.quantised, self.write = ops.weight, ops.quantised, ops.write  # type: ignore[method-assign]
         self.cache = ops.cache  # type: ignore[method-assign]
         self.gumbel, self.exp = ops.gumbel, ops.exp  # type: ignore[method-assign]
+        with DEFINING:
+            self._define_all()
+
+    def _define_all(self) -> None:
+        ops = self._ops
         weight = "Tensor data, int rows, int cols, Tensor? scales, int group, int phase"
         close = "Tensor? bias, Tensor? residual"
         self._take = self._define("take", f"({weight}, Tensor ids) -> Tensor", self._take_now, self._fake_take)
@@ -51,16 +61,30 @@ class CompiledOps(Ops):
             "(Tensor q, Tensor keys, Tensor values, Tensor starts, Tensor table, Tensor positions, int[] groups, "
             "float scale, Tensor? slopes=None, int? window=None) -> Tensor"
         )
-        self._attend = self._define("attend", schema, ops.attend, _fake_same)
+        unsafe = (torch.Tag.cudagraph_unsafe,)  # the twin reads lengths back to the host
+        self._attend = self._define("attend", schema, ops.attend, _fake_same, unsafe)
 
-    def _define(self, name: str, schema: str, now: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-        mutates = [part.split()[-1] for part in schema.split(",") if "!)" in part]
+    def _define(
+        self,
+        name: str,
+        schema: str,
+        now: Callable[..., Tensor],
+        fake: Callable[..., Tensor],
+        tags: Sequence[torch.Tag] = (),
+    ) -> Any:
+        """The operation of this name, which the process has once: graphs that were made with it go on using it."""
         space = f"shardwise_{self.name}_{str(self.compute).removeprefix('torch.')}"
-        made = torch.library.custom_op(
-            f"{space}::{name}", lambda *args: now(*args), mutates_args=mutates, schema=schema
-        )
-        made.register_fake(fake)
+        if not hasattr(getattr(torch.ops, space), name):
+            mutates = [part.split()[-1] for part in schema.split(",") if "!)" in part]
+            made = torch.library.custom_op(
+                f"{space}::{name}", lambda *args: now(*args), mutates_args=mutates, schema=schema, tags=tags
+            )
+            made.register_fake(fake)
         return getattr(getattr(torch.ops, space), name)
+
+    @property
+    def _opaque(self) -> bool:
+        return self.name == "native" and torch.compiler.is_compiling()
 
     def _take_now(self, *args: Any) -> Tensor:
         *weight, ids = args
@@ -80,7 +104,7 @@ class CompiledOps(Ops):
         return q.clone(memory_format=torch.contiguous_format) if self.name == "torch" else q
 
     def take(self, weight: Weight, ids: Tensor) -> Tensor:  # noqa: D102
-        return self._take(*weight, ids)  # type: ignore[no-any-return]
+        return self._take(*weight, ids) if self._opaque else self._ops.take(weight, ids)
 
     def linear(  # noqa: D102
         self,
@@ -91,6 +115,8 @@ class CompiledOps(Ops):
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        if not self._opaque:
+            return self._ops.linear(x, weight, program, bias, residual, out)
         result: Tensor = self._linear(x, *weight, *program, bias, residual)
         return result if out is None else out.copy_(result)
 
@@ -101,25 +127,26 @@ class CompiledOps(Ops):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        return self._finish(nodes, merges, bias, residual)  # type: ignore[no-any-return]
+        return (self._finish if self._opaque else self._ops.finish)(nodes, merges, bias, residual)
 
     def rms_norm(self, *args: Any) -> Tensor:  # noqa: D102
-        return self._rms_norm(*args)  # type: ignore[no-any-return]
+        return (self._rms_norm if self._opaque else self._ops.rms_norm)(*args)
 
     def layer_norm(self, *args: Any) -> Tensor:  # noqa: D102
-        return self._layer_norm(*args)  # type: ignore[no-any-return]
+        return (self._layer_norm if self._opaque else self._ops.layer_norm)(*args)
 
     def head_norm(self, *args: Any) -> Tensor:  # noqa: D102
-        return self._head_norm(*args)  # type: ignore[no-any-return]
+        return (self._head_norm if self._opaque else self._ops.head_norm)(*args)
 
     def activate(self, *args: Any) -> Tensor:  # noqa: D102
-        return self._activate(*args)  # type: ignore[no-any-return]
+        return (self._activate if self._opaque else self._ops.activate)(*args)
 
     def rotate_write(self, *args: Any) -> Tensor:  # noqa: D102
-        return self._rotate_write(*args)  # type: ignore[no-any-return]
+        return (self._rotate_write if self._opaque else self._ops.rotate_write)(*args)
 
     def attend(self, *args: Any) -> Tensor:  # noqa: D102
-        return self._attend(*args)  # type: ignore[no-any-return]
+        traced = torch.compiler.is_compiling()
+        return (self._attend if traced else self._ops.attend)(*args)
 
 
 def _fake_same(x: Tensor, *_: Any) -> Tensor:
