@@ -1,0 +1,1 @@
+"""Models as TorchServe keeps them: folders and archives with a manifest, a model-config.yaml and a handler. No HTTP."""
