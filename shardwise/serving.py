@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,12 +15,17 @@ from shardwise.options import (
     BatchTokensOption,
     CacheOption,
     ChunkOption,
+    CompileModeOption,
+    CompileOption,
+    CompileOptionsOption,
     ContextOption,
     DeviceOption,
     DtypeOption,
     KernelsOption,
     LayoutOption,
+    MemoryOption,
     ModelOption,
+    OffloadOption,
     PrefixOption,
     QuantizeOption,
     SequencesOption,
@@ -32,6 +38,10 @@ from shardwise.options import (
 )
 from shardwise.params import MAX_N
 
+OF_STORES = ("models", "management_port", "management_host", "metrics_port", "trust_handlers")
+"""Options of a server of a model store."""
+OF_MODELS = ("model", "layout", "split", "stages", "speculate", "served_model_names")
+"""Options of a server of one model that each model of a store says for itself."""
 KEYS = "SHARDWISE_API_KEY"
 """Environment variable: API keys of the server, several with spaces between them."""
 
@@ -99,23 +109,82 @@ def serve(
     max_num_seqs: SequencesOption = 256,
     prefix_cache: PrefixOption = True,
     speculate: SpeculateOption = None,
+    compile: CompileOption = None,
+    compile_mode: CompileModeOption = None,
+    compile_options: CompileOptionsOption = None,
+    max_memory: MemoryOption = None,
+    offload_dir: OffloadOption = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds for ranks to become ready.")] = 300.0,
     step_timeout: Annotated[float, typer.Option(help="Seconds for ranks to finish a step.")] = 300.0,
+    restart_timeout: Annotated[
+        float | None, typer.Option(help="Seconds in which ranks that don't start are tried again; default: five times.")
+    ] = None,
+    device_ids: Annotated[str | None, typer.Option(help="GPUs of a host that ranks take, such as 2,3.")] = None,
     log_prompts: Annotated[bool, typer.Option(help="Write the bodies of requests into the log.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    model_store: Annotated[
+        Path | None, typer.Option(help="Serve the models in this directory, as TorchServe does, instead of one model.")
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--models", help="Of the store: all (as by default), none, NAME or NAME=ARCHIVE; several times."),
+    ] = None,
+    management_port: Annotated[int, typer.Option(help="Port on which a store's models are managed.")] = 8081,
+    management_host: Annotated[str, typer.Option(help="Address of that port, and no other.")] = "127.0.0.1",
+    metrics_port: Annotated[
+        int | None, typer.Option(help="One more port, at the same address, for a store's /metrics alone.")
+    ] = None,
+    trust_handlers: Annotated[
+        bool, typer.Option("--trust-handlers", help="Run the code of handlers that a store's models bring.")
+    ] = False,
 ) -> None:
-    """Serve a model over HTTP, the way OpenAI's API does."""
+    """Serve a model over HTTP, the way OpenAI's API does; or a model store, the way TorchServe does."""
     from shardwise.server.config import ServerConfig
     from shardwise.server.serve import Job, run
 
     os.environ.pop(KEYS, None)  # ranks are not to know them
     given = given_in(context)
+    _check_store(given)
     asked: dict[str, Any] = {item.name: given[item.name] for item in fields(ServerConfig) if item.name in given}
     asked |= {name: tuple(value) for name, value in asked.items() if isinstance(value, list)}
     server = ServerConfig(**asked)
+    if model_store is not None:
+        from shardwise.server.store.serve import StoreJob
+        from shardwise.server.store.serve import run as run_store
+
+        said = engine_settings(given, layout, split, stages, speculate)
+        run_store(
+            StoreJob(
+                model_store,
+                tuple(models or ("all",)),
+                server,
+                {name: value for name, value in said.items() if name in given},
+                management_host,
+                management_port,
+                metrics_port,
+                trust_handlers,
+                generation_config,
+                allow_no_key,
+                log_format,
+                log_level,
+            )
+        )
     engine = EngineConfig(isolate=True, **engine_settings(given, layout, split, stages, speculate))
     run(Job(model, engine, server, generation_config, allow_no_key, log_format, log_level))
+
+
+def _check_store(given: dict[str, Any]) -> None:
+    """Raise ValueError for options that go only with a model store, or not with one."""
+    if "model_store" not in given:
+        if stray := [name for name in OF_STORES if name in given]:
+            raise ValueError(f"--{stray[0].replace('_', '-')} is for model stores: it goes with --model-store DIR")
+    elif stray := [name for name in OF_MODELS if name in given]:
+        name = stray[0].replace("_names", "_name").replace("_", "-")
+        raise ValueError(
+            f"--{name} doesn't go with --model-store: each model's "
+            "model-config.yaml says that, and its name is the one that it is registered by"
+        )
 
 
 def chat(
@@ -148,6 +217,11 @@ def chat(
     kv_tokens: CacheOption = None,
     prefix_cache: PrefixOption = True,
     speculate: SpeculateOption = None,
+    compile: CompileOption = None,
+    compile_mode: CompileModeOption = None,
+    compile_options: CompileOptionsOption = None,
+    max_memory: MemoryOption = None,
+    offload_dir: OffloadOption = None,
 ) -> None:
     """Talk with a model, of a server or loaded here; /help tells of commands."""
     from shardwise.chat import Job, run

@@ -9,12 +9,12 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -50,7 +50,7 @@ def create_app(deps: Deps) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         deps.service.start()
         watch = health.Watch(deps.service.replicas.engines)
-        ticking = asyncio.create_task(_tick(deps.service.tick, watch.look))
+        ticking = asyncio.create_task(tick(deps.service.tick, watch.look))
         try:
             yield
         finally:
@@ -59,6 +59,22 @@ def create_app(deps: Deps) -> FastAPI:
                 await ticking
             await deps.service.stop()
 
+    routers = {module: module.router(deps) for module in MODULES}
+    app = bare_app(routers.values(), lifespan)
+    app.add_middleware(
+        Guard,
+        config=deps.config,
+        is_draining=lambda: deps.service.state in ("draining", "dead"),
+        busy={route.path for module in SUBMITTING for route in routers[module].routes},
+        turn_away=partial(turn_away, deps),
+    )
+    return app
+
+
+def bare_app(
+    routers: Iterable[APIRouter], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None
+) -> FastAPI:
+    """The routes, and what goes wrong in them in OpenAI's shape; without a guard."""
     app = FastAPI(
         title="shardwise",
         version=__version__,
@@ -73,20 +89,13 @@ def create_app(deps: Deps) -> FastAPI:
             HTTPException: _handler(lambda error: _unknown(cast(HTTPException, error))),
         },
     )
-    routers = {module: module.router(deps) for module in MODULES}
-    for router in routers.values():
+    for router in routers:
         app.include_router(router)
-    app.add_middleware(
-        Guard,
-        config=deps.config,
-        is_draining=lambda: deps.service.state in ("draining", "dead"),
-        busy={route.path for module in SUBMITTING for route in routers[module].routes},
-        turn_away=partial(turn_away, deps),
-    )
     return app
 
 
-async def _tick(*acts: Callable[[], None]) -> None:
+async def tick(*acts: Callable[[], None]) -> None:
+    """Do all of it every now and then, until this is cancelled."""
     while True:
         await asyncio.sleep(TICK)
         for act in acts:

@@ -13,6 +13,8 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Container
+from functools import partial
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,6 +41,8 @@ class Guard:
 
     ``turn_away`` is called with the API key's number for what is sent to one of the paths in ``busy``: before the body
     is understood, which would cost most of what a refusal costs. It raises ApiError where there is no room.
+    ``is_raw`` tells of which paths bodies may be anything and are not looked at; all others must be JSON. ``document``
+    is the body of an error on a path, with a request's id.
     Puts ``request_id`` and ``key`` (the number of the API key, as text, or "") into the state of a request, and logs
     what a route has put into its ``log`` there.
     """
@@ -50,12 +54,16 @@ class Guard:
         is_draining: Callable[[], bool],
         busy: Container[str] = (),
         turn_away: Callable[[str], None] = lambda key: None,
+        is_raw: Callable[[str], bool] = lambda path: False,
+        document: Callable[[str, ApiError, str], dict[str, Any]] = lambda path, error, number: error.document(number),
     ) -> None:
         self._app = app
         self._config = config
         self._is_draining = is_draining
         self._busy = busy
         self._turn_away = turn_away
+        self._is_raw = is_raw
+        self._document = document
         self._keys = [_digest(key.encode()) for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +77,8 @@ class Guard:
         given = headers.get(b"x-request-id", b"")
         state["request_id"] = given.decode() if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         state["key"] = ""
-        answer = Answer(send, [(b"x-request-id", state["request_id"].encode()), *SAFE])
+        document = partial(self._document, scope["path"])
+        answer = Answer(send, [(b"x-request-id", state["request_id"].encode()), *SAFE], document)
         try:
             await self._pass(scope, headers, receive, answer)
         except ApiError as error:
@@ -110,9 +119,10 @@ class Guard:
         length = int(headers.get(b"content-length", b"0"))
         if length > config.max_body:
             raise ApiError(413, f"the body has {length} bytes; at most {config.max_body} are taken")
+        is_raw = self._is_raw(scope["path"])
         if length or b"transfer-encoding" in headers:
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if kind != b"application/json":
+            if kind != b"application/json" and not is_raw:
                 raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
             if headers.get(b"content-encoding", b"identity").lower() != b"identity":
                 raise ApiError(415, "the body must not be compressed")
@@ -125,9 +135,10 @@ class Guard:
         if scope["path"] in self._busy and scope["method"] == "POST":
             self._turn_away(scope["state"]["key"])
         if body:
-            check_document(body)
+            if not is_raw:
+                check_document(body)
             if config.log_prompts:
-                scope["state"]["log"] = {"body": body.decode()}
+                scope["state"]["log"] = {"body": body.decode(errors="replace")}
         return await self._app(scope, _replay(body, receive), answer)
 
     def _check_host(self, host: str) -> None:
@@ -168,10 +179,16 @@ class Guard:
 
 
 class Answer:
-    """``send`` with headers that go with every answer, and errors in OpenAI's shape."""
+    """``send`` with headers that go with every answer, and errors as ``document`` tells them."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        document: Callable[[ApiError, str], dict[str, Any]] = ApiError.document,
+    ) -> None:
         self.headers = headers
+        self._document = document
         self.status = 0
         """0 until the answer has begun."""
         self.began = time.monotonic()
@@ -195,7 +212,7 @@ class Answer:
         """Answer with an error. Where an answer has begun, it ends unfinished instead, which the client can tell."""
         if self.status:
             return
-        body = json.dumps(error.document(request_id)).encode()
+        body = json.dumps(self._document(error, request_id)).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if error.status == 401:

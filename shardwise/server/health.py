@@ -80,14 +80,14 @@ class Watch:
     """Tells the log when a replica's ranks fail, and when there are ranks again. `look` now and then."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = list(engines)
-        self._known = [(0, True) for _ in engines]
+        self.engines = list(engines)
+        self._known: dict[Engine, tuple[int, bool]] = {}
 
     def look(self) -> None:
         """Tell what is new."""
-        for number, engine in enumerate(self._engines):
-            now, before = (engine.num_failures, engine.ready), self._known[number]
-            self._known[number] = now
+        for number, engine in enumerate(self.engines):
+            now, before = (engine.num_failures, engine.ready), self._known.get(engine, (0, True))
+            self._known[engine] = now
             failure = engine.failure
             if failure is not None and now[0] > before[0]:
                 about = {"replica": number, "rank": failure.rank, "kind": _kind(failure), "times": now[0]}

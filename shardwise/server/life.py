@@ -49,25 +49,28 @@ async def live(job: Job, sock: socket.socket, leave: Callable[[int], NoReturn] =
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, stopped, number)
+        loop.add_signal_handler(number, stop, stopped, number)
     door = Door(job.server)
     listener = Listener(door, job.server, sock)
     await listener.start()
     log.info("loading %s; %s answers when it is ready", job.model, url_of(sock))
     loading: asyncio.Future[Opened] = loop.create_future()
     threading.Thread(target=_load, args=(job, loop, loading), name="loading", daemon=True).start()
-    await _first(loading, stopped)
+    await first(loading, stopped)
     if not loading.done():
         log.info("interrupted while loading")
         leave(128 + stopped.result())
     try:
         opened = loading.result()
-        deps = _deps(job, opened)
+        deps = make_deps(job, opened)
         app = create_app(deps)
         async with app.router.lifespan_context(app):
             door.app = app
             _tell(job, opened, deps, url_of(sock))
-            leave(await _run(job, deps.service, listener, stopped))
+            code = await _run(job, deps.service, listener, stopped)
+            if opened.plan.world is not None:  # other hosts don't end with this process: they look for the next front
+                await deps.service.stop()
+            leave(code)
     finally:
         await listener.close(GRACE)
 
@@ -75,7 +78,7 @@ async def live(job: Job, sock: socket.socket, leave: Callable[[int], NoReturn] =
 async def _run(job: Job, service: Service, listener: Listener, stopped: asyncio.Future[int]) -> int:
     """Until the end, whatever brings it; the exit code."""
     dead = asyncio.ensure_future(service.dead.wait())
-    await _first(dead, stopped)
+    await first(dead, stopped)
     if stopped.done():
         log.info("%s: finishing what was accepted", signal.Signals(stopped.result()).name)
         listener.finish()
@@ -103,11 +106,13 @@ async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"status": "loading"}, 200 if alive else 503)(scope, receive, send)
 
 
-async def _first(*futures: asyncio.Future[Any]) -> None:
+async def first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _stop(stopped: asyncio.Future[int], number: int) -> None:
+def stop(stopped: asyncio.Future[int], number: int) -> None:
+    """A signal has come."""
     if stopped.done():
         os._exit(128 + number)  # the second signal: at once; ranks end with this process
     stopped.set_result(number)
@@ -122,7 +127,8 @@ def _load(job: Job, loop: asyncio.AbstractEventLoop, loading: asyncio.Future[Ope
         loop.call_soon_threadsafe(loading.set_result, opened)
 
 
-def _deps(job: Job, opened: Opened) -> Deps:
+def make_deps(job: Job, opened: Opened) -> Deps:
+    """What the routes over a model need. Nothing is started."""
     server = job.server
     path = Path(job.model)
     names = server.served_model_names or (path.name if path.exists() else job.model,)  # a path is nobody's business
@@ -153,4 +159,6 @@ def _tell(job: Job, opened: Opened, deps: Deps, url: str) -> None:
     if left_out:
         log.warning("generation_config.json: left out, since they are not supported: %s", ", ".join(left_out))
     ready = {"model": ", ".join(deps.model_names), "layout": str(job.engine.layout), "load_s": round(opened.load_s, 2)}
+    if opened.compile_s is not None:
+        ready["compile_s"] = round(opened.compile_s, 2)
     log.info("ready at %s", url, extra={"fields": ready})

@@ -131,7 +131,13 @@ class Metrics:
         """The page, in Prometheus's text format."""
         return generate_latest(_Page(self, service))
 
-    def _families(self, service: Service) -> Iterator[Metric]:
+    def forget(self, engine: Engine) -> None:
+        """It has been retired, and nothing is told of it any more."""
+        if engine in self._engines:
+            self._engines.remove(engine)
+
+    def families(self, service: Service) -> Iterator[Metric]:
+        """All figures as they are now."""
         model = self._model
         for engine in service.replicas.engines:
             if engine not in self._engines:
@@ -214,7 +220,7 @@ class _Page(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
-        return self._metrics._families(self._service)
+        return self._metrics.families(self._service)
 
 
 def resident_bytes(pid: object) -> int | None:

@@ -28,21 +28,23 @@ def router(deps: Deps) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> Response:
         """The names that the model is served by."""
-        return reply({"object": "list", "data": [card(name) for name in deps.model_names if name != "*"]})
+        return reply({"object": "list", "data": [model_card(deps, name) for name in deps.model_names if name != "*"]})
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         """One of the names."""
         check_model(deps, model)
-        return reply(card(model))
-
-    def card(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": deps.created,
-            "owned_by": "shardwise",
-            "max_model_len": deps.max_model_len,
-        }
+        return reply(model_card(deps, model))
 
     return routes
+
+
+def model_card(deps: Deps, name: str) -> dict[str, Any]:
+    """What is told of the model under one of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": deps.created,
+        "owned_by": "shardwise",
+        "max_model_len": deps.max_model_len,
+    }

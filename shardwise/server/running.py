@@ -167,20 +167,7 @@ class Running:
     async def _prepare(self, body: Fields, prepare: Prepare) -> Sequence[Prepared]:
         if not body.constraints():
             return await asyncio.to_thread(prepare)
-        turn = self._deps.compiling
-        try:
-            await asyncio.wait_for(turn.acquire(), self._deps.config.queue_timeout)
-        except asyncio.TimeoutError:
-            raise Refused(503, "too many grammars wait to be compiled; try again later", 1) from None
-        work = asyncio.get_running_loop().run_in_executor(None, prepare)
-
-        def done(work: asyncio.Future[Sequence[Prepared]]) -> None:
-            turn.release()  # not when the client goes, for the thread works on
-            if not work.cancelled():
-                work.exception()
-
-        work.add_done_callback(done)
-        return await asyncio.shield(work)
+        return await compiled(self._deps, prepare)
 
     def _check_sum(self) -> None:
         """Prompts that fit one by one may never fit together."""
@@ -211,6 +198,24 @@ class Running:
         for stream in self._streams:
             if stream.places:
                 stream.cut(Cut("request_timeout", "the request has taken longer than this server allows", 408))
+
+
+async def compiled(deps: Deps, prepare: Callable[[], T]) -> T:
+    """What ``prepare`` makes, in a thread, where that may compile a grammar: when its turn has come, or Refused."""
+    turn = deps.compiling
+    try:
+        await asyncio.wait_for(turn.acquire(), deps.config.queue_timeout)
+    except asyncio.TimeoutError:
+        raise Refused(503, "too many grammars wait to be compiled; try again later", 1) from None
+    work = asyncio.get_running_loop().run_in_executor(None, prepare)
+
+    def done(work: asyncio.Future[T]) -> None:
+        turn.release()  # not when the client goes, for the thread works on
+        if not work.cancelled():
+            work.exception()
+
+    work.add_done_callback(done)
+    return await asyncio.shield(work)
 
 
 async def answer(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -41,15 +43,11 @@ def run(job: Job) -> NoReturn:
 
     Raises ValueError for what cannot be, PortTaken, LoadError for broken files and RankFailure if a rank doesn't start.
     """
-    _check(job)
+    check_server(job.server, job.allow_no_key)
     sock = bind(job.server.host, job.server.port)
     try:
-        try:
+        with extra("serve"):
             from shardwise.server.life import live  # all of HTTP, which takes long to import
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.startswith("shardwise"):
-                raise
-            raise ValueError(f"the server needs {error.name}: pip install 'shardwise[serve]'") from None
         set_up_logs(job.log_format, job.log_level, job.server.api_keys)
         if not job.server.api_keys:
             log.warning("no API key is asked for: whoever reaches %s may use the model", url_of(sock))
@@ -58,11 +56,22 @@ def run(job: Job) -> NoReturn:
         sock.close()
 
 
-def _check(job: Job) -> None:
-    server = job.server
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Imports that need one of our extras: ValueError says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("shardwise"):
+            raise
+        raise ValueError(f"the server needs {error.name}: pip install 'shardwise[{name}]'") from None
+
+
+def check_server(server: ServerConfig, allow_no_key: bool) -> None:
+    """Raise ValueError for what cannot be served so, with the remedy."""
     if not all(KEY.fullmatch(key) for key in server.api_keys):
         raise ValueError("api_key must be printable ASCII characters without spaces, at least one")
-    if not server.api_keys and not job.allow_no_key and not is_loopback(server.host):
+    if not server.api_keys and not allow_no_key and not is_loopback(server.host):
         raise ValueError(
             f"host {server.host} can be reached from elsewhere, and no API key is asked for: give --api-key, or set "
             "SHARDWISE_API_KEY, or say --allow-no-key if everyone may use the model"

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from shardwise.engine import Output
 from shardwise.intake import Prepared
@@ -27,6 +28,8 @@ PATIENCE = 1.0
 """Seconds in which a client with more waiting tokens may catch up."""
 SLACK = 8
 """Sequences that may wait in each engine; all others wait in the fair queue."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("shardwise")
 
@@ -107,12 +110,16 @@ class Stream:
 
 
 class Service:
-    """The engines as the server sees them. All methods are for the event loop that ``start`` was called on."""
+    """The engines as the server sees them. All methods are for the event loop that ``start`` was called on.
 
-    def __init__(self, replicas: Replicas, admission: Admission, metrics: Metrics) -> None:
+    ``most`` sequences for each engine may be out of the fair queue at once; None: a few more than run there.
+    """
+
+    def __init__(self, replicas: Replicas, admission: Admission, metrics: Metrics, *, most: int | None = None) -> None:
         self.replicas = replicas
         self.admission = admission
         self.metrics = metrics
+        self.most = most
         self.failure: Exception | None = None
         """Why it is dead: no ranks, and no way to get any."""
         self.dead = asyncio.Event()
@@ -124,8 +131,8 @@ class Service:
         self._sent = 0
         """Sequences given to the engines since they last said how many wait."""
         self._waiting = 0
-        self._commands: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
-        """For the thread: a request to add, the id of one to abort, or None to end."""
+        self._commands: queue.SimpleQueue[Request | int | Callable[[], None] | None] = queue.SimpleQueue()
+        """For the thread: a request to add, the id of one to abort, something to do between steps, or None to end."""
         self._wake = Signal()
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,6 +175,35 @@ class Service:
         self._admit()
         return stream
 
+    async def change(self, act: Callable[[Replicas], T]) -> T:
+        """Do something to the engines in their own thread, between two steps. Raises what it raises, and Cut if they
+        have failed for good."""
+        assert self._loop is not None
+        loop, done = self._loop, self._loop.create_future()
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            if not done.done():
+                done.set_result(result) if error is None else done.set_exception(error)
+
+        def command() -> None:
+            try:
+                result = act(self.replicas)
+            except Exception as error:
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self._command(command)
+        dead = asyncio.ensure_future(self.dead.wait())
+        try:
+            await asyncio.wait({done, dead}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            dead.cancel()
+        if not done.done():
+            raise Cut("engine_dead", "the engine has failed and can't be restarted", 503)
+        result: T = done.result()
+        return result
+
     async def drain(self, timeout: float) -> None:
         """Refuse what comes, finish what is there within ``timeout`` seconds, and end the rest with "abort"."""
         self.draining = True
@@ -193,7 +229,10 @@ class Service:
             ticket.stream.cut(Cut("queue_timeout", "the request has waited too long for its turn", 503))
 
     def _admit(self) -> None:
-        room = SLACK * len(self.replicas.engines) - self._waiting - self._sent
+        num_engines = len(self.replicas.engines)
+        room = SLACK * num_engines - self._waiting - self._sent
+        if self.most is not None:
+            room = min(room, self.most * num_engines - (self.num_open - self.admission.num_waiting))
         for ticket in self.admission.take(room):
             self._sent += ticket.parts
             for part in ticket.stream.prepared.parts:
@@ -214,6 +253,8 @@ class Service:
         self.metrics.ended(stream)
         if not self._streams:
             self._empty.set()
+        elif self.most is not None:
+            self._admit()  # there is room now, of which the engines need not have any news
 
     def _receive(self, output: Output, stream: Stream) -> None:
         if output.finish_reason is not None:
@@ -239,7 +280,7 @@ class Service:
         for stream in set(self._streams.values()):
             stream.cut(Cut("engine_dead", "the engine has failed and can't be restarted", 503))
 
-    def _command(self, command: Request | int | None) -> None:
+    def _command(self, command: Request | int | Callable[[], None] | None) -> None:
         self._commands.put(command)
         self._wake.raise_one()
 
@@ -257,6 +298,8 @@ class Service:
                         return
                     if isinstance(command, int):
                         self.replicas.abort(command)
+                    elif not isinstance(command, Request):
+                        command()
                     else:
                         sent += 1
                         self.replicas.add(command)

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shardwise.config import Speculation
+from shardwise.features import Speculation
 from tests.server.conftest import deps_on, serving
 from tests.server.dictation import save_chat_model
 
@@ -19,18 +19,18 @@ PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = save_chat_model(tmp_path_factory.mktemp("model"))
-    settings = {"served_model_names": ("smollm2",), "tool_parser": "hermes", "max_model_len": 300}
+    settings = {"served_model_names": ("smollm2", "Qwen3-0.6B"), "tool_parser": "hermes", "max_model_len": 300}
     with deps_on(path, speculate=Speculation("ngram"), **settings) as deps, serving(deps) as found:
         yield found
 
 
 def test_the_python_of_the_page_runs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards readers from a quickstart that fails."""
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, object] = {}
-    source = source.replace("stream=True", "stream=True, seed=1")  # a random model may say nothing
-    exec(source.replace("http://127.0.0.1:8000", url).replace("sk-…", "sk-1"), names)
-    names["client"].close()  # type: ignore[attr-defined]
+    for source in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        names: dict[str, object] = {}
+        source = source.replace("stream=True", "stream=True, seed=1")  # a random model may say nothing
+        exec(source.replace("http://127.0.0.1:8000", url), names)
+        names["client"].close()  # type: ignore[attr-defined]
     assert capsys.readouterr().out
 
 

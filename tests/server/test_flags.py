@@ -28,7 +28,10 @@ def test_every_setting_has_an_option_with_its_default() -> None:
                 and not isinstance(field.default, tuple)
             ):
                 assert option.default == field.default, field.name
-    assert set(said) == {"model", "allow_no_key", "generation_config", "log_format", "log_level"}
+    assert set(said) == {
+        *("model", "allow_no_key", "generation_config", "log_format", "log_level", "compile_mode", "compile_options"),
+        *("model_store", "models", "management_port", "management_host", "metrics_port", "trust_handlers"),
+    }
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -33,13 +33,14 @@ async def lived(stage: Stage, monkeypatch: pytest.MonkeyPatch, scene: Any) -> in
     """Play a scene on the server's address beside its life; the exit code."""
 
     def opened(*_: object, **__: object) -> Any:
-        plan = SimpleNamespace(max_model_len=64)
+        plan = SimpleNamespace(max_model_len=64, world=None)
         return SimpleNamespace(
             replicas=stage.service.replicas,
             intake=stage.deps.intake,
             defaults=stage.deps.defaults,
             plan=plan,
             load_s=0.0,
+            compile_s=None,
         )
 
     monkeypatch.setattr(life, "open_model", opened)

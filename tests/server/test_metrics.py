@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shardwise.config import Speculation
 from shardwise.engine import Engine
+from shardwise.features import Speculation
 from shardwise.intake import Prepared
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas

@@ -31,9 +31,12 @@ KEYED = {"Authorization": f"Bearer {KEY}"}
 class Process:
     """``shardwise serve`` on a free port, and what it logs."""
 
+    what = "--model"
+    """What is served: the option that names it."""
+
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         self.model = model.name
-        command = [sys.executable, "-m", "shardwise", "serve", "--model", str(model), "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "shardwise", "serve", self.what, str(model), "--port", "0", "--device", "cpu"]
         self.popen = subprocess.Popen(
             [*command, "--threads", "1", "--kv-tokens", "8192", *arguments],
             stdout=subprocess.DEVNULL,

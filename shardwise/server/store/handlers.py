@@ -1,0 +1,255 @@
+"""A model of the store served by a handler of its own: its workers, and what they answer.
+
+Knows one version of one model, and pieces of bytes; nothing of routes, nor of what a handler computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from shardwise.server.config import ServerConfig
+from shardwise.server.metrics import resident_bytes
+from shardwise.server.running import ClientGone, watched
+from shardwise.server.store.apart import apart
+from shardwise.server.store.errors import NO_WORKER, StoreError
+from shardwise.server.store.figures import Tally
+from shardwise.server.store.payload import parts_of
+from shardwise.store.custom import Custom, HandlerFailure
+from shardwise.store.jobs import Busy, Job, Piece
+from shardwise.store.jobs import Request as Asked
+from shardwise.store.stored import StoredModel
+
+UP = ("ready", "busy")
+"""States of workers that can be asked, at once or in their turn."""
+RETRY_AFTER = 1
+"""Seconds after which a client may ask again that no worker was free for."""
+PAUSE = 0.05
+"""Seconds between looks at what is unfinished while all is to end."""
+TELLING = ("content-type", "accept", "user-agent", "x-request-id")
+"""Headers that a handler is told. Never the one with the key."""
+
+
+class HandlerModel:
+    """See `engines.EngineModel`, which has the same methods for the same purpose."""
+
+    def __init__(self, stored: StoredModel, config: ServerConfig, tally: Tally) -> None:
+        self.stored = stored
+        self.tally = tally
+        self.progress = ""
+        self._config = config
+        self._custom: Custom | None = None
+        self._open: set[Answer] = set()
+        self._draining = self._abandoned = False
+        self._since = 0.0
+
+    async def load(self, workers: int) -> None:
+        """Start the workers. Raises HandlerFailure, ValueError and OSError; nothing is left then."""
+        began = time.monotonic()
+        custom = self._custom = Custom(self.stored, workers=workers, observe=self.tally.observe)
+        self.progress = f"{workers} workers start"
+        try:
+            await apart(custom.start, f"loading {self.tally.name}")
+        except BaseException:
+            self._custom = None
+            raise
+        self.progress = ""
+        self._since = time.time()
+        seconds = time.monotonic() - began
+        self.tally.load_s.update({str(at): seconds for at in range(workers)})
+
+    async def scale(self, workers: int) -> None:
+        """Have so many workers, at least one."""
+        assert self._custom is not None
+        custom, began = self._custom, time.monotonic()
+        custom.stored = self.stored
+        custom.scale(workers)
+        while not self._is_settled(workers) and not self._abandoned:
+            await asyncio.sleep(PAUSE)
+        if failed := [each for each in custom.workers if each.state == "dead"]:
+            raise HandlerFailure(failed[0].cause)
+        before, seconds = len(self.tally.load_s), time.monotonic() - began
+        self.tally.load_s.update({str(at): seconds for at in range(before, workers)})
+        for at in range(workers, before):
+            self.tally.load_s.pop(str(at), None)
+
+    def tick(self) -> None:
+        """To be called now and then: what takes longer than it may is answered so."""
+        now = time.monotonic()
+        for answer in list(self._open):
+            if now - answer.began > self._config.request_timeout:
+                answer.expire()
+
+    @property
+    def failure(self) -> str:
+        """See `Model`: workers that die are replaced, for some time."""
+        workers = [] if self._custom is None else self._custom.workers
+        return workers[0].cause if workers and all(each.state == "dead" for each in workers) else ""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that can be asked."""
+        custom = self._custom
+        return 0 if custom is None else sum(each.state in UP for each in custom.workers)
+
+    @property
+    def pending(self) -> int:
+        """Requests that are accepted and not done."""
+        return len(self._open)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Each of them, in the words of TorchServe's describe."""
+        return [
+            {
+                "id": str(each.number),
+                "startTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._since)),
+                "status": "READY" if each.state in UP else "UNLOADING" if each.state == "dead" else "LOADING",
+                "memoryUsage": sum(resident_bytes(pid) or 0 for pid in each.pids),
+                "pid": each.pids[0] if each.pids else 0,
+                "pids": list(each.pids),
+                "gpu": bool(each.gpus),
+                "gpuUsage": "N/A",
+                "lastFailure": each.cause,
+            }
+            for each in ([] if self._custom is None else self._custom.workers)
+        ]
+
+    def abandon(self) -> None:
+        """Stop loading: the workers that start are killed, which `load` hears of."""
+        self._abandoned = True
+        if self._custom is not None and self.progress:
+            self._custom.close()
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse what comes and finish what is there, within ``timeout`` seconds."""
+        self._draining = True
+        deadline = time.monotonic() + timeout
+        while self._open and time.monotonic() < deadline:
+            await asyncio.sleep(PAUSE)
+
+    async def close(self) -> None:
+        """End all workers; harmless when repeated."""
+        custom, self._custom = self._custom, None
+        if custom is not None:
+            await apart(custom.close, f"closing {self.tally.name}")
+
+    def _is_settled(self, workers: int) -> bool:
+        custom = self._custom
+        if custom is None:
+            return True
+        found = custom.workers
+        return len(found) == workers and all(each.state in (*UP, "dead") for each in found)
+
+    async def predict(self, request: Request) -> Response:
+        """Answer a request with what the handler makes of it. Raises StoreError."""
+        custom = self._custom
+        if custom is None or self._draining:
+            raise StoreError(503, "the model is being shut down", retry_after=RETRY_AFTER)
+        answer = Answer(self._open, self.tally)
+        try:
+            data: dict[str, bytes | str] = dict(request.query_params)
+            kind = request.headers.get("content-type", "")
+            data |= await asyncio.to_thread(parts_of, await request.body(), kind)
+            headers = {name: value for name, value in request.headers.items() if name in TELLING}
+            answer.job = custom.submit(Asked(data, headers, request.state.request_id), answer.deliver)
+            first = await watched(request.receive, answer.next())
+        except ClientGone:
+            answer.close()
+            return Response(status_code=499)
+        except Busy:
+            answer.close()
+            text = NO_WORKER.format(self.tally.name, self.tally.version)
+            raise StoreError(503, text, retry_after=RETRY_AFTER) from None
+        except ValueError as error:
+            answer.close()
+            raise StoreError(400, str(error)) from None
+        except BaseException:
+            answer.close()
+            raise
+        if not first.last:
+            return Pieces(answer, first)
+        answer.close()
+        if first.status >= 400:
+            raise StoreError(first.status, first.content.decode(errors="replace"))
+        return Response(first.content, first.status, first.headers, media_type=first.content_type)
+
+
+class Answer:
+    """One request's pieces, on the loop that it is made on. `close` it in the end."""
+
+    def __init__(self, among: set[Answer], tally: Tally) -> None:
+        self.job: Job | None = None
+        self.began = time.monotonic()
+        self._among = among
+        self._tally = tally
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._whole = False
+        among.add(self)
+
+    def deliver(self, piece: Piece) -> None:
+        """More has come; called in a worker's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    def expire(self) -> None:
+        """It has taken too long."""
+        self._pieces.put_nowait(None)
+
+    async def next(self) -> Piece:
+        """The next piece. Raises StoreError."""
+        piece = await self._pieces.get()
+        if piece is None:
+            raise StoreError(408, "the request has taken longer than this server allows")
+        self._whole = piece.last
+        return piece
+
+    def close(self) -> None:
+        """Nothing more is wanted; harmless when repeated."""
+        if self not in self._among:
+            return
+        self._among.discard(self)
+        if self.job is not None:
+            self.job.cancel()
+        if self._whole:
+            self._tally.done(time.monotonic() - self.began)
+
+
+class Pieces(Response):
+    """Sends pieces as they come, chunked. After an error the connection ends without an end of the body."""
+
+    def __init__(self, answer: Answer, first: Piece) -> None:
+        self.background = None
+        self.status_code = first.status
+        self.media_type = first.content_type
+        self.init_headers({**first.headers, "x-accel-buffering": "no"})
+        self._answer = answer
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The response, as ASGI calls it."""
+        try:
+            with suppress(ClientGone, OSError):
+                await watched(receive, self._send(send))
+        finally:
+            self._answer.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        piece = self._first
+        while True:
+            if piece.status >= 400:
+                return
+            await send({"type": "http.response.body", "body": piece.content, "more_body": not piece.last})
+            if piece.last:
+                return
+            try:
+                piece = await self._answer.next()
+            except StoreError:
+                return
