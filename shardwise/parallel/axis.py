@@ -85,10 +85,21 @@ class Axis:
 
         ``nodes`` [n, M, N] are this rank's own subtrees of ``tree``, in order; [M, N] will do for a single one.
         """
+        return self.sum(ops, nodes, tree.counts, tree.finish, bias, residual)
+
+    def sum(
+        self,
+        ops: Finish,
+        nodes: Tensor,
+        counts: Sequence[int],
+        merges: Sequence[int],
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """`reduce`, of a tree of which every rank holds so many nodes and which ``merges`` closes."""
         shape = nodes.shape[-2:]
-        counts = tree.counts
         shares = self._exchange(nodes.view(counts[self.rank], *shape), [(count, *shape) for count in counts])
-        return ops.finish([node for share in shares for node in share.unbind()], tree.finish, bias, residual)
+        return ops.finish([node for share in shares for node in share.unbind()], merges, bias, residual)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Join the ranks' ``x`` [..., sizes[rank]] along the last dim, in rank order: [..., sum(sizes)]."""

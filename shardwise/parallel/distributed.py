@@ -101,9 +101,12 @@ def distributed_axes(
     pp: int,
     device: torch.device,
     timeout: float = 60.0,
+    here: range | None = None,
     interface: str | None = None,
 ) -> tuple[Axis, Axis]:
     """Join the process group of a replica of ``tp * pp`` ranks (tp varies fastest) and return this rank's axes.
+
+    If only the ranks ``here`` are of this host, these make the group; an axis with others on it is as one of size 1.
 
     NCCL for a CUDA ``device``, gloo otherwise; ``timeout`` in seconds bounds every call. ``meeting`` is a rendezvous
     URL of torch.distributed; see `file_meeting`. All sockets stay on ``interface``, by default the loopback one, since
@@ -111,25 +114,28 @@ def distributed_axes(
     """
     name = interface or loopback()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
-    limit, world = timedelta(seconds=timeout), tp * pp
+    limit, here = timedelta(seconds=timeout), here or range(tp * pp)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=meeting,
-        rank=rank,
-        world_size=world,
+        rank=here.index(rank),
+        world_size=len(here),
         timeout=limit,
         device_id=device if on_gpu else None,
     )
     stages = [range(stage * tp, (stage + 1) * tp) for stage in range(pp)]
-    shards = [range(shard, world, tp) for shard in range(tp)]
+    shards = [range(shard, tp * pp, tp) for shard in range(tp)]
 
     def axis(name: str, lines: list[range]) -> Axis:
         own = Axis()
-        for line in lines if len(lines[0]) > 1 else []:  # every rank of the world has to make every group
-            group = None if len(line) == world else dist.new_group(list(line), timeout=limit)
+        for line in lines:  # every rank of the group has to make every group within
+            if len(line) == 1 or not all(peer in here for peer in line):
+                continue
+            numbers = [here.index(peer) for peer in line]
+            group = None if len(line) == len(here) else dist.new_group(numbers, timeout=limit)
             if rank in line:
-                own = Axis(line.index(rank), len(line), DistributedTransport(name, group, line, device))
+                own = Axis(line.index(rank), len(line), DistributedTransport(name, group, numbers, device))
         return own
 
     return axis("tp", stages), axis("pp", shards)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.config import Quantization
+from shardwise.features import Quantization
 
 
 class Run(NamedTuple):
@@ -174,3 +174,9 @@ class Placement:
 
 Plan = dict[str, tuple[Placement, ...]]
 """Parameter path in the decoder → the slices that, stacked by rows, make it up."""
+
+
+def layer_of(parameter: str) -> int | None:
+    """The number of the layer that a parameter of a plan is in; None: it is at an end of the model."""
+    kind, _, rest = parameter.partition(".")
+    return int(rest.partition(".")[0]) if kind == "layers" else None

@@ -23,7 +23,8 @@ def make_batch(chunks: Sequence[Chunk], device: torch.device) -> Batch:
     firsts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     positions = np.arange(rows) - starts[:-1][owner] + firsts[owner]
 
-    table = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), dtype=np.int64)
+    # Never one column: of sizes that are 1 torch.compile makes graphs of their own.
+    table = np.zeros((len(chunks), max(2, *(len(chunk.blocks) for chunk in chunks))), dtype=np.int64)
     for row, chunk in enumerate(chunks):
         table[row, : len(chunk.blocks)] = chunk.blocks
     slots = table[owner, positions // BLOCK] * BLOCK + positions % BLOCK

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.config import DTYPES, EngineConfig, Quantization, Speculation
+from shardwise.config import EngineConfig
+from shardwise.features import DTYPES, Quantization, Speculation
 from shardwise.models.config import ModelConfig
 from shardwise.parallel.placement import Run
 from shardwise.runtime.rank_plan import BYTES, RankPlan, plan_ranks
@@ -161,4 +162,4 @@ def _cut(rank: RankPlan, layers: int) -> RankPlan:
     """Nothing beyond what the rank holds already, and only layers below ``layers``."""
     own = rank.shard.layers
     run = Run(min(own.start, layers), min(own.stop, layers))
-    return RankPlan(rank.tp, rank.pp, replace(rank.shard, layers=run), 0, 0, 0)
+    return RankPlan(rank.tp, rank.pp, replace(rank.shard, layers=run), 0, 0, (), 0, 0)

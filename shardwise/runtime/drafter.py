@@ -28,11 +28,17 @@ class Drafter:
         if draft.layers is not None:
             self.part = target.first(draft.layers)
         elif draft.model is None or draft.index is None:
-            rounded = msgspec.structs.replace(spec, dtype=draft.dtype, quantize=draft.quantize)
+            rounded = msgspec.structs.replace(spec, dtype=draft.dtype, quantize=draft.quantize, offload=draft.offload)
             self.part = make_part(rounded, coordinates, tp, ops, target.cache)
         else:
             own = msgspec.structs.replace(
-                spec, model=draft.model, index=draft.index, dtype=draft.dtype, quantize=draft.quantize, stages=None
+                spec,
+                model=draft.model,
+                index=draft.index,
+                dtype=draft.dtype,
+                quantize=draft.quantize,
+                stages=None,
+                offload=draft.offload,
             )
             self.part = make_part(own, coordinates, tp, ops)
         self.hidden_size = self.part.hidden_size

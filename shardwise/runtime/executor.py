@@ -17,12 +17,18 @@ class RankFailure(RuntimeError):
     ``rank`` counts within the replica. ``cause`` is a sentence for people. ``kind`` is the name of the exception that
     the rank reported, or empty when it died without a word; ``detail`` is that exception's traceback or the last lines
     of the rank's stderr. ``own``: it came from the work itself (an exception, a crash in native code), so the same work
-    may bring it again; else it came from outside (a kill, a stop, a lost peer).
+    may bring it again; else it came from outside (a kill, a stop, a lost peer). ``final``: it is no use to start again.
     """
 
-    def __init__(self, rank: int, cause: str, kind: str = "", detail: str = "", own: bool = False) -> None:
+    def __init__(
+        self, rank: int, cause: str, kind: str = "", detail: str = "", own: bool = False, final: bool = False
+    ) -> None:
         super().__init__(f"rank {rank}: {cause}")
-        self.rank, self.cause, self.kind, self.detail, self.own = rank, cause, kind, detail, own
+        self.rank, self.cause, self.kind, self.detail, self.own, self.final = rank, cause, kind, detail, own, final
+
+    def on(self, host: str) -> RankFailure:
+        """The same, of a rank on another host."""
+        return RankFailure(self.rank, f"on {host}: {self.cause}", self.kind, self.detail, self.own, self.final)
 
 
 Figures = dict[str, int | float | str]

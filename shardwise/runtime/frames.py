@@ -16,7 +16,7 @@ PIECE = 1 << 20
 
 
 class Kind(IntEnum):
-    """START, STEP and QUIT go to the rank; READY, RESULT and FAILED come from it."""
+    """START, STEP, PEERS and QUIT go to the rank; READY, RESULT, FAILED and MEET come from it."""
 
     START = 1
     STEP = 2
@@ -24,6 +24,10 @@ class Kind(IntEnum):
     READY = 4
     RESULT = 5
     FAILED = 6
+    MEET = 7
+    """Where ranks on other hosts can reach this one."""
+    PEERS = 8
+    """The same of all ranks, in rank order."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -44,6 +48,14 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     slot_bytes: int = 16 << 20
     timeout: float = 60.0
     """Seconds that a collective may take."""
+    host: int = 0
+    """Where it runs, counted among the hosts of the replica."""
+    hosts: list[int] = []
+    """The same of each rank of the replica; empty when there is one host."""
+    front: str = ""
+    """Where the front's host can be reached, when there are several."""
+    run: str = ""
+    """A random name of these ranks, by which they know each other among those of several hosts."""
 
 
 class Failed(msgspec.Struct, frozen=True):

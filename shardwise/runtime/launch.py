@@ -6,21 +6,33 @@ Front side, no torch: the in-process executor, which needs it, is imported when 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from shardwise.config import BLOCK, EngineConfig, Quantization
+from shardwise.config import BLOCK, EngineConfig
+from shardwise.features import Quantization
 from shardwise.kernels.build import BuildError, library
+from shardwise.parallel.seal import own_address
+from shardwise.runtime.backends import check_backend
 from shardwise.runtime.draft_plan import DraftPlan, plan_draft
 from shardwise.runtime.executor import Executor
+from shardwise.runtime.forks import Forks
 from shardwise.runtime.frames import WorkerSpec
-from shardwise.runtime.processes import ProcessExecutor
+from shardwise.runtime.hosts.agent import attend
+from shardwise.runtime.hosts.fit import check_world
+from shardwise.runtime.hosts.front import Hosts
+from shardwise.runtime.offload_plan import OffloadPlan, plan_offload
+from shardwise.runtime.processes import COMMAND, ProcessExecutor
 from shardwise.runtime.rank_plan import RankPlan, plan_ranks, row_bytes
 from shardwise.runtime.source import Source, choose_quantization
+from shardwise.runtime.spawn import ForkServer
 from shardwise.runtime.spec import RunnerSpec
+from shardwise.world import World, find_world
 
 DEFAULT_KV_TOKENS = 32768
 """Tokens of KV cache per replica unless the model's context is longer or memory is short."""
@@ -46,26 +58,74 @@ class RunPlan:
     """The ranks of one replica, in rank order."""
     draft: DraftPlan | None = None
     """The decoder that drafts tokens beside the model, if one does."""
+    offload: OffloadPlan | None = None
+    """Where layers are, if memory is limited; None: with their ranks."""
+    world: World | None = None
+    """The hosts that the ranks are on, where torchrun has started more than one."""
+
+    def places(self) -> list[str]:
+        """For people, where each rank's layers are, if memory is limited."""
+        return self.offload.lines(self.ranks) if self.offload is not None else []
+
+    @property
+    def local_size(self) -> int:
+        """Most ranks on a host."""
+        size = self.engine.layout.world_size
+        return min(size, self.world.local_size) if self.world is not None else size
 
 
-def launch(plan: RunPlan, on_progress: Callable[[str], None] | None = None) -> list[Executor]:
+def launch(
+    plan: RunPlan, on_progress: Callable[[str], None] | None = None, hosts: Hosts | None = None
+) -> list[Executor]:
     """Start the ranks of every replica, replicas side by side; raises RankFailure, and then none is left running.
 
-    A single rank on the CPU runs within this process, unless it is to be isolated.
+    A single rank on the CPU runs within this process, unless it is to be isolated. In a world of several hosts the
+    process of rank 0 is the front; the others lend it their host until it is done, and never return. The agents of
+    ``hosts`` stay for a next launch; by default they leave with the last of these ranks.
     """
-    layout = plan.engine.layout
+    layout, world = plan.engine.layout, plan.world
+    if world is not None and world.rank:
+        sys.exit(attend(world))
     if layout.world_size == 1 and not plan.engine.isolate:
         return [_in_process(plan)]
     executors: list[ProcessExecutor] = []
-    try:
-        executors.extend(_start(plan, replica) for replica in range(layout.dp))
-        for replica, executor in enumerate(executors):
-            executor.wait_ready(_teller(on_progress, replica, layout.dp))
-    except BaseException:
-        for executor in executors:
-            executor.kill()
-        raise
+    with ExitStack() as stack:
+        if hosts is None and world is not None and layout.world_size > world.local_size:
+            hosts = stack.enter_context(hosts_of(plan))
+        try:
+            executors.extend(_start(plan, replica, hosts=hosts) for replica in range(layout.dp))
+            for replica, executor in enumerate(executors):
+                executor.wait_ready(_teller(on_progress, replica, layout.dp))
+        except BaseException:
+            for executor in executors:
+                executor.kill()
+            raise
     return list(executors)
+
+
+@contextmanager
+def hosts_of(plan: RunPlan) -> Iterator[Hosts | None]:
+    """The other hosts of a plan, for several launches in turn; None where there are none."""
+    hosts = Hosts(plan.world) if plan.world is not None and not plan.world.rank else None
+    if hosts is not None:
+        hosts.enter()
+    try:
+        yield hosts
+    finally:
+        if hosts is not None:
+            hosts.leave()
+
+
+def begin_replica(plan: RunPlan, replica: int) -> Executor:
+    """Start the ranks of one replica, as processes that may not be ready yet, whatever else of the plan runs.
+
+    They are of this host. Raises ValueError where torchrun has given every rank its place.
+    """
+    if plan.world is not None:
+        raise ValueError(
+            "replicas can't be added on several hosts: torchrun has started as many processes as there are"
+        )
+    return _start(plan, replica)
 
 
 def relaunch(plan: RunPlan, replica: int, failed: Executor) -> Executor:
@@ -75,11 +135,33 @@ def relaunch(plan: RunPlan, replica: int, failed: Executor) -> Executor:
     return _start(plan, replica, failed)
 
 
-def _start(plan: RunPlan, replica: int, former: ProcessExecutor | None = None) -> ProcessExecutor:
+def _start(
+    plan: RunPlan, replica: int, former: ProcessExecutor | None = None, hosts: Hosts | None = None
+) -> ProcessExecutor:
     engine = plan.engine
     return ProcessExecutor(
-        worker_specs(plan, replica), engine.step_timeout, start_timeout=engine.start_timeout, former=former
+        worker_specs(plan, replica),
+        engine.step_timeout,
+        start_timeout=engine.start_timeout,
+        former=former,
+        forks=[_forks(number, hosts) for number in _hosts_of(plan, replica)],
     )
+
+
+def _hosts_of(plan: RunPlan, replica: int) -> list[int]:
+    """The hosts that a replica is on, in the order of its ranks."""
+    size = plan.engine.layout.replica_size
+    return sorted({plan.world.host_of(replica * size + rank) if plan.world is not None else 0 for rank in range(size)})
+
+
+def _forks(number: int, hosts: Hosts | None) -> Callable[[], Forks]:
+    def start() -> Forks:
+        if number == 0:
+            return ForkServer(COMMAND)
+        assert hosts is not None, "what forks on another host serves all ranks that come after"
+        return hosts.lease(number)
+
+    return start
 
 
 def _teller(on_progress: Callable[[str], None] | None, replica: int, replicas: int) -> Callable[[int, int], None]:
@@ -106,6 +188,10 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
     if plan.draft is not None:
         row = max(row, row_bytes(plan.draft.config, plan.draft.ranks, plan.draft.dtype))
     slot = min(engine.max_batch_tokens * row, MAX_SLOT_BYTES)
+    first, world = replica * layout.replica_size, plan.world
+    numbers = _hosts_of(plan, replica)
+    hosts = [numbers.index(world.host_of(first + rank)) if world else 0 for rank in range(layout.replica_size)]
+    far = world is not None and len(numbers) > 1
     return [
         WorkerSpec(
             rank=rank,
@@ -113,38 +199,60 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
             pp=layout.pp,
             runner=runner,
             transport=transport,
-            device=replica * layout.replica_size + rank if plan.device == "cuda" else None,
+            device=_gpu(plan, first + rank) if plan.device == "cuda" else None,
             threads=plan.threads,
-            crowded=plan.threads * layout.world_size > num_cores(),
+            crowded=plan.threads * plan.local_size > num_cores(),
             slot_bytes=-(-slot // 64) * 64,
             timeout=0.9 * engine.step_timeout,  # sooner than the front's, since a peer can name who is missing
+            host=hosts[rank],
+            hosts=hosts if far else [],
+            front=own_address(world.master) if world is not None and far else "",
+            run=f"{world.run}, replica {replica}" if world is not None else "",
         )
         for rank in range(layout.replica_size)
     ]
 
 
-def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
+def _gpu(plan: RunPlan, rank: int) -> int:
+    """The number of a rank's GPU on its host, of all ranks of the layout."""
+    at = rank % plan.local_size
+    return plan.engine.device_ids[at] if plan.engine.device_ids is not None else at
+
+
+def plan_run(source: Source, engine: EngineConfig, whole: bool = True) -> RunPlan:
     """Decide dtype, device, context length, cache size, threads and draft.
 
-    Raises ValueError, with the remedy, for what can't be, and LoadError for a draft model with broken files.
+    On several hosts the layout has to fill all of them, unless it need not be the ``whole``. Raises ValueError, with
+    the remedy, for what can't be, and LoadError for a draft model with broken files.
     """
     config, layout = source.config, engine.layout
     config.check(layout, engine.stages)
+    world = find_world(os.environ)
+    world = world if world is not None and world.hosts > 1 else None
+    if world is not None:
+        check_world(world, config, layout, whole)
+    local, hosts = layout.world_size, 1
+    if world is not None:
+        local = min(layout.world_size, world.local_size)
+        hosts = -(-layout.world_size // local)
     longest = engine.max_model_len or config.max_positions
     if longest > config.max_positions:
         raise ValueError(f"max_model_len {longest} is more than the {config.max_positions} positions the model knows")
-    device = _device(engine)
+    device = _device(engine, local)
+    if engine.compile is not None:
+        check_backend(engine.compile, device, processes=layout.world_size > 1 or engine.isolate)
     dtype = config.dtype if engine.dtype == "auto" else engine.dtype
     quantize = choose_quantization(engine.quantize, source)
     ranks = plan_ranks(config, engine, dtype, quantize, engine.stages)
     draft = plan_draft(source, engine, dtype, quantize, longest)
     held = (*ranks, *(draft.ranks if draft is not None else ()))
-    per_token = sum(rank.kv_bytes_per_token for rank in held) * layout.dp
+    per_token = -(-sum(rank.kv_bytes_per_token for rank in held) * layout.dp // hosts)
     wanted = engine.kv_tokens or max(min(DEFAULT_KV_TOKENS, 4 * longest), longest)
-    if engine.kv_tokens is None and device == "cpu":
-        free = available_memory() - sum(rank.weight_bytes for rank in held) * layout.dp
+    if engine.kv_tokens is None and device == "cpu" and engine.max_memory is None:
+        free = available_memory() - sum(rank.weight_bytes for rank in held) * layout.dp // hosts
         wanted = min(wanted, max(int(free * MEMORY_SHARE / per_token), BLOCK))
-    num_blocks = -(-wanted // BLOCK)
+    offload = plan_offload(engine, device, config, dtype, quantize, ranks, draft, longest, wanted, local)
+    num_blocks = offload.num_blocks if offload is not None else -(-wanted // BLOCK)
     return RunPlan(
         source=source,
         engine=engine,
@@ -153,23 +261,31 @@ def plan_run(source: Source, engine: EngineConfig) -> RunPlan:
         device=device,
         max_model_len=longest,
         num_blocks=num_blocks,
-        threads=engine.threads or max(1, num_cores() // layout.world_size),
+        threads=engine.threads or max(1, num_cores() // local),
         ranks=ranks,
         draft=draft,
+        offload=offload,
+        world=world,
     )
 
 
-def _device(engine: EngineConfig) -> str:
-    """CUDA where there are enough GPUs for the layout, or as asked; the ranks themselves report a broken driver."""
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if engine.device == "cuda" and gpus < engine.layout.world_size:
+def _device(engine: EngineConfig, local: int) -> str:
+    """CUDA where there are enough GPUs for the ``local`` ranks, or as asked; ranks report a broken driver themselves.
+
+    What this host has, the others are taken to have too.
+    """
+    there = {int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*")}
+    if (ids := engine.device_ids) is not None and (missing := sorted(set(ids) - there)):
+        raise ValueError(f"device_ids: this host has no GPU {missing[0]}; it has {sorted(there) or 'none'}")
+    gpus = len(there if ids is None else ids)
+    if (engine.device == "cuda" or ids is not None) and gpus < local:
         raise ValueError(
-            f"layout {engine.layout} needs {engine.layout.world_size} GPUs, one a rank, and this host has {gpus}: "
+            f"layout {engine.layout} needs {local} GPUs on this host, one a rank, and there are {gpus}: "
             "use device cpu or a smaller layout"
         )
     if engine.device != "auto":
         return engine.device
-    return "cuda" if gpus >= engine.layout.world_size else "cpu"
+    return "cuda" if gpus >= local else "cpu"
 
 
 def num_cores() -> int:
@@ -199,7 +315,10 @@ def _transport(device: str) -> str:
 
 def runner_spec(plan: RunPlan) -> RunnerSpec:
     """What every rank of a replica is told about the model."""
-    engine = plan.engine
+    engine, offload = plan.engine, plan.offload
+    draft = plan.draft.spec() if plan.draft is not None else None
+    if draft is not None and offload is not None:
+        draft = msgspec.structs.replace(draft, offload=offload.draft)
     return RunnerSpec(
         model=plan.source.config.to_dict(),
         index=plan.source.index,
@@ -213,5 +332,7 @@ def runner_spec(plan: RunPlan) -> RunnerSpec:
         kernels=engine.kernels,
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
-        draft=plan.draft.spec() if plan.draft is not None else None,
+        draft=draft,
+        offload=offload.target if offload is not None else None,
+        compile=engine.compile,
     )

@@ -6,6 +6,7 @@ Knows nothing of steps, sampling or other ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,13 @@ from shardwise.config import Coordinates, Layout
 from shardwise.kernels.ops import Ops
 from shardwise.models.batch import KV, Batch
 from shardwise.models.config import ModelConfig
-from shardwise.models.decoder import Decoder, build
+from shardwise.models.decoder import Decoder, build, run_layer
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import Shard, make_shard
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.placement import Plan
+from shardwise.runtime.compiling import CompiledLayers
+from shardwise.runtime.offload import Store, put_away
 from shardwise.runtime.spec import RunnerSpec
 from shardwise.weights.checkpoint import Checkpoint, Index
 from shardwise.weights.load import load
@@ -37,6 +40,10 @@ class Part:
     plan: Plan
     """The parameters that ``load`` reads, and from where in ``index``."""
     index: Index
+    store: Store | None = None
+    """Where the weights of layers are that aren't with this rank."""
+    compiled: CompiledLayers | None = None
+    """What runs the layers, if they are compiled."""
 
     @property
     def hidden_size(self) -> int:
@@ -50,11 +57,19 @@ class Part:
             load(checkpoint, self.plan, self.decoder.write)
         finally:
             checkpoint.close()
+        if self.store is not None:
+            self.store.loaded()
         return checkpoint.bytes_read
 
     def __call__(self, received: Tensor | None, batch: Batch) -> Tensor:
         """As `Decoder`: [M, hidden] (None on the first stage) → [M, hidden]."""
-        return self.decoder(received, self.cache, batch)
+        with self.compiled.numbers_are_constants if self.compiled is not None else nullcontext():
+            return self.decoder(received, self.cache, batch)
+
+    def warm(self) -> None:
+        """Compile before the first batch, where anything is compiled; see `CompiledLayers.warm`."""
+        if self.compiled is not None:
+            self.compiled.warm(self.decoder, self.cache, self.hidden_size)
 
     def logits(self, x: Tensor, batch: Batch) -> Tensor:
         """On the last stage: [M, hidden] → [R, own vocabulary rows] for ``batch.sample_rows``."""
@@ -63,7 +78,8 @@ class Part:
     def first(self, layers: int) -> Part:
         """The part of the model without the layers from number ``layers`` on; it shares all with this one."""
         decoder = self.decoder.first(layers)
-        return Part(self.config, self.shard, decoder, self.cache[: len(decoder.layers)], {}, self.index)
+        cache = self.cache[: len(decoder.layers)]
+        return Part(self.config, self.shard, decoder, cache, {}, self.index, compiled=self.compiled)
 
 
 def make_part(
@@ -75,8 +91,13 @@ def make_part(
     plan = make_plan(config, shard, spec.quantize)
     device = torch.device(spec.device)
     positions = min(spec.max_model_len, config.max_positions)
-    decoder = build(config, shard, plan, tp, ops, getattr(torch, spec.dtype), positions, device)
+    offload, rank = spec.offload, coordinates.pp * spec.tp + coordinates.tp
+    away = offload.away(rank) if offload is not None else ()
+    compiled = CompiledLayers(spec.compile) if spec.compile is not None else None
+    dtype, run = getattr(torch, spec.dtype), compiled or run_layer
+    decoder = build(config, shard, plan, tp, ops, dtype, positions, device, away, run)
+    store = put_away(decoder, plan, offload.homes[rank], offload.directory, device) if offload is not None else None
     if cache is None:
         size = spec.num_blocks, shard.kv_heads.size, config.head_dim
         cache = [KV(*ops.cache(*size, device)) for _ in range(shard.layers.size)]
-    return Part(config, shard, decoder, cache, plan, spec.index)
+    return Part(config, shard, decoder, cache, plan, spec.index, store, compiled)

@@ -5,14 +5,12 @@ All the ranks of a replica live and die together.
 
 from __future__ import annotations
 
-import os
 import selectors
 import sys
-import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from signal import SIGKILL, SIGTERM
 from time import monotonic, sleep
 from typing import NoReturn
@@ -20,6 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from shardwise.runtime.executor import Figures, RankFailure, Signal
+from shardwise.runtime.forks import Forks
 from shardwise.runtime.frames import Failed, Kind, WorkerSpec, pack
 from shardwise.runtime.spawn import ForkServer, Process, end
 from shardwise.schedule.step import Step, StepResult
@@ -27,8 +26,8 @@ from shardwise.schedule.step import Step, StepResult
 COMMAND = (sys.executable, "-m", "shardwise.runtime.worker")
 COMPLAINTS = ("ConnectionError", "TimeoutError")
 """What a rank raises when the fault is likely a peer's."""
-GRACE = 0.05
-"""Seconds in which a death may still turn up as the cause of another rank's complaint."""
+GRACE, GRACE_FAR = 0.05, 0.5
+"""Seconds in which a death, of another host too, may still turn up as the cause of another rank's complaint."""
 POLITE = 1.0
 """Seconds that ranks get to end by themselves."""
 STOPPED = 5.0
@@ -40,8 +39,9 @@ LOOK = 0.5
 class ProcessExecutor:
     """The ranks of one replica as processes; see `Executor`. Started when built; usable once they are ``ready``.
 
-    ``specs`` are in rank order. Timeouts are in seconds. It takes over what is alive of ``former``, which has failed:
-    the weights need not be read again then.
+    ``specs`` are in rank order. Timeouts are in seconds. ``forks`` starts what forks the ranks of each host that
+    the specs name, by default a fork server of this ``command``. It takes over what is alive of ``former``, which has
+    failed: the weights need not be read again then.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class ProcessExecutor:
         command: Sequence[str] = COMMAND,
         start_timeout: float = 300.0,
         former: ProcessExecutor | None = None,
+        forks: Sequence[Callable[[], Forks]] = (),
     ) -> None:
         self.figures: list[Figures] = [{} for _ in specs]
         self._specs = specs
@@ -63,8 +64,11 @@ class ProcessExecutor:
         self._expected: deque[tuple[int, int]] = deque()
         self._results: deque[StepResult] = deque()
         self._decoder = msgspec.msgpack.Decoder(StepResult)
-        forks, holders = former._bequeath() if former is not None else (None, {})
-        self._forks = forks or ForkServer(command)
+        self._addresses: dict[int, str] = {}
+        """Where ranks can be reached from other hosts."""
+        alive, holders = former._bequeath() if former is not None else ({}, {})
+        starts = forks or [lambda: ForkServer(command)]
+        self._forks = [alive[at] if at in alive else start() for at, start in enumerate(starts)]
         self._signal = Signal()
         self._selector = selectors.DefaultSelector()
         self._holders: list[Process] = []
@@ -144,8 +148,12 @@ class ProcessExecutor:
             self._late(len(self._specs) - self._specs[0].tp, f"gave no result within {self._step_timeout:g} s")
         waiting = [process.rank for process in self._ranks or self._holders if not process.ready]
         if waiting and monotonic() - self._started > self._start_timeout:
+            late = f"was not ready within {self._start_timeout:g} s"
+            for rank in waiting:
+                if absent := self._forks_of(rank).absent:
+                    self._fail(RankFailure(rank, f"{late}: {absent}", final=True))
             peers = f" (nor were {', '.join(map(str, waiting[1:]))})" if waiting[1:] else ""
-            self._late(waiting[0], f"was not ready within {self._start_timeout:g} s{peers}")
+            self._late(waiting[0], late + peers)
 
     def close(self) -> None:
         """See `Executor`. Ranks that don't end by themselves within a second are killed."""
@@ -157,32 +165,42 @@ class ProcessExecutor:
         self._end(0.0)
         self._finalizer()
 
-    def _bequeath(self) -> tuple[ForkServer | None, dict[int, Process]]:
-        """What is alive after a failure, for the next executor: the fork server, and holders by their ranks."""
-        if not self._forks.alive or not any(
-            holder.pid for holder in self._holders
-        ):  # it may hang, if it forked nothing
-            self.kill()
-            return None, {}
-        fit = [holder for holder in self._holders if holder.ready and holder.status is None and not holder.stopped()]
+    def _bequeath(self) -> tuple[Mapping[int, Forks], dict[int, Process]]:
+        """What is alive after a failure, for the next executor: what forks, by hosts, and holders by their ranks."""
+        asked = {self._specs[holder.rank].host for holder in self._holders if holder.pid}
+        alive = {at: forks for at, forks in enumerate(self._forks) if forks.alive and at in asked}
+        fit = [
+            holder
+            for holder in self._holders
+            if holder.ready and holder.status is None and not holder.stopped()
+            if self._specs[holder.rank].host in alive
+        ]
         end([holder for holder in self._holders if holder not in fit], 0.0)
+        for at, forks in enumerate(self._forks):
+            if at not in alive:  # it has ended, or may hang, if it forked nothing
+                forks.close()
         self._finalizer.detach()
-        return self._forks, {holder.rank: holder for holder in fit}
+        return alive, {holder.rank: holder for holder in fit}
+
+    def _forks_of(self, rank: int) -> Forks:
+        return self._forks[self._specs[rank].host]
 
     def _hold(self, spec: WorkerSpec) -> None:
         """Have a process read the weights of one rank."""
-        with _anonymous_file() as unused:
-            holder = self._forks.fork(spec.rank, spec.threads, unused)
+        forks = self._forks_of(spec.rank)
+        with forks.meeting() as unused:
+            holder = forks.fork(spec.rank, spec.threads, unused)
         self._holders.append(holder)
         self._selector.register(holder.frames.connection, selectors.EVENT_READ, holder)
         holder.frames.send(pack(Kind.START, spec))
 
     def _fork_ranks(self) -> None:
-        """All weights are there: fork the ranks from their holders, with a new file in which they meet."""
-        with _anonymous_file() as shared:
+        """All weights are there: fork the ranks from their holders, with a new file in which those of a host meet."""
+        with ExitStack() as stack:
+            meetings = [stack.enter_context(forks.meeting()) for forks in self._forks]
             for spec, holder in zip(self._specs, self._holders, strict=True):
                 try:
-                    rank = self._forks.fork(spec.rank, spec.threads, shared, holder.source)
+                    rank = self._forks_of(spec.rank).fork(spec.rank, spec.threads, meetings[spec.host], holder)
                 except OSError:
                     self._blame({holder}, {})
                 self._ranks.append(rank)
@@ -225,8 +243,17 @@ class ProcessExecutor:
     def _accept(self, process: Process, kind: Kind, payload: bytes, failed: dict[Process, Failed]) -> None:
         if kind is Kind.FAILED:
             failed[process] = msgspec.msgpack.decode(payload, type=Failed)
+        elif kind is Kind.MEET:
+            self._addresses[process.rank] = msgspec.msgpack.decode(payload, type=str)
+            if len(self._addresses) == len(self._specs):
+                everyone = pack(Kind.PEERS, [self._addresses[spec.rank] for spec in self._specs])
+                for rank in self._ranks:
+                    rank.frames.send(everyone)
         elif kind is Kind.READY:
-            self.figures[process.rank] |= msgspec.msgpack.decode(payload, type=Figures)
+            figures = msgspec.msgpack.decode(payload, type=Figures)
+            if process.where:
+                figures |= {"host": process.where, "pid": 0}  # no process of this host
+            self.figures[process.rank] |= figures
             process.ready = True
             if not self._ranks and all(holder.ready for holder in self._holders):
                 self._fork_ranks()
@@ -245,7 +272,7 @@ class ProcessExecutor:
         A rank that is killed or stopped makes its peers complain of lost connections and missed deadlines, sometimes
         before the kernel tells of the death: so such complaints are the last to be believed.
         """
-        deadline = monotonic() + GRACE
+        deadline = monotonic() + (GRACE_FAR if len(self._forks) > 1 else GRACE)
         while not (killed := [process for process in self._everyone() if (process.status or 0) < 0]):
             if monotonic() > deadline:
                 break
@@ -279,6 +306,9 @@ class ProcessExecutor:
 
     def _fail(self, failure: RankFailure) -> NoReturn:
         """The ranks end; what holds their weights may serve the next ones."""
+        where = next((each.where for each in self._everyone() if each.rank == failure.rank), "")
+        if where:
+            failure = failure.on(where)
         self._failure = failure
         self._end(0.0)
         raise failure
@@ -290,24 +320,11 @@ class ProcessExecutor:
         self._signal.close()
 
 
-def _leave(holders: Sequence[Process], ranks: Sequence[Process], forks: ForkServer) -> None:
+def _leave(holders: Sequence[Process], ranks: Sequence[Process], everything: Sequence[Forks]) -> None:
     """Kill what is left; this may run in any thread, even the fork server's own, so nothing is waited for."""
     for process in (*ranks, *holders):
         process.kill()
-    forks.close()
+    for forks in everything:
+        forks.close()
     for process in (*ranks, *holders):
         process.bury(0.0)
-
-
-@contextmanager
-def _anonymous_file() -> Iterator[int]:
-    """A descriptor of an empty file that has no name and goes with its last user."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("shardwise")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        yield fd
-    finally:
-        os.close(fd)

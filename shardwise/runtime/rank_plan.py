@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import EngineConfig, Quantization
+from shardwise.config import EngineConfig
+from shardwise.features import Quantization
 from shardwise.models.config import ModelConfig
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import Shard, make_shard
-from shardwise.parallel.placement import Placement
+from shardwise.parallel.placement import Placement, layer_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,6 +24,10 @@ class RankPlan:
     shard: Shard
     parameters: int
     weight_bytes: int
+    layer_bytes: tuple[int, ...]
+    """Of the above, each of its layers."""
+    largest: int
+    """Elements of its largest matrix."""
     kv_bytes_per_token: int
 
 
@@ -58,13 +63,20 @@ def _plan_rank(
 ) -> RankPlan:
     plan = make_plan(config, shard, quantize)
     parameters = sum(placement.size for placements in plan.values() for placement in placements)
+    sizes = {name: sum(_bytes(part, dtype) for part in placements) for name, placements in plan.items()}
+    layers = dict.fromkeys(range(shard.layers.start, shard.layers.stop), 0)
+    for name, size in sizes.items():
+        if (number := layer_of(name)) is not None:
+            layers[number] += size
     compute = compute_bytes(dtype)
     return RankPlan(
         tp=tp,
         pp=pp,
         shard=shard,
         parameters=parameters,
-        weight_bytes=sum(_bytes(part, dtype) for placements in plan.values() for part in placements),
+        weight_bytes=sum(sizes.values()),
+        layer_bytes=tuple(layers.values()),
+        largest=max(sum(part.size for part in placements) for placements in plan.values()),
         kv_bytes_per_token=shard.layers.size * shard.kv_heads.size * 2 * config.head_dim * compute,
     )
 

@@ -15,11 +15,15 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shardwise.config import Coordinates
+from shardwise.kernels.compiled import CompiledOps
 from shardwise.kernels.ops import load_ops
 from shardwise.parallel.axis import Axis
+from shardwise.parallel.traced import TracedAxis
 from shardwise.runtime.answer import answer
 from shardwise.runtime.batch import make_batch
+from shardwise.runtime.compiling import LIMIT
 from shardwise.runtime.drafter import Drafter
+from shardwise.runtime.executor import Figures
 from shardwise.runtime.part import Part, make_part
 from shardwise.runtime.pooling import pool
 from shardwise.runtime.sampler import Sampler
@@ -35,16 +39,26 @@ class Runner:
         self.ops, self.kernels = load_ops(spec.kernels, spec.device, compute)
         self.pp = pp
         self.device = torch.device(spec.device)
-        self.model = make_part(spec, coordinates, tp, self.ops)
+        ops, axis = self.ops, tp
+        if spec.compile is not None:
+            ops, axis = CompiledOps(self.ops), TracedAxis(tp, self.ops)
+        self.model = make_part(spec, coordinates, axis, ops)
         self.sampler = Sampler(self.ops, tp, self.model.shard.vocabs)
         self.drafter: Drafter | None = None
         self.draft_sampler: Sampler | None = None
         if spec.draft is not None:
-            self.drafter = Drafter(spec, coordinates, tp, self.ops, self.model)
+            self.drafter = Drafter(spec, coordinates, axis, ops, self.model)
             self.draft_sampler = Sampler(self.ops, tp, self.drafter.vocabs, num_tokens=self.model.config.vocab_size)
         self.reports = self.model.shard.last and coordinates.tp == 0
+        parts = [self.model, *([self.drafter.part] if self.drafter is not None else [])]
+        self.compiled = [part for part in parts if part.compiled is not None]
+        self._told = False
 
-    def load(self) -> dict[str, int | float | str]:
+    def load(self) -> Figures:
+        """Read this rank's slices, and compile what is to be; for where the other ranks are there already."""
+        return {**self.read(), **self.compile()}
+
+    def read(self) -> Figures:
         """Read this rank's slices; figures in bytes and seconds."""
         started = time.monotonic()
         return {
@@ -54,6 +68,14 @@ class Runner:
             "kernels": self.kernels,
             "stage": self.pp.rank,
         }
+
+    @torch.inference_mode()
+    def compile(self) -> Figures:
+        """Compile the layers, if that is asked for, all ranks together; seconds."""
+        started = time.monotonic()
+        for part in self.compiled:
+            part.warm()
+        return {"compile_s": time.monotonic() - started} if self.compiled else {}
 
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult | None:
@@ -75,7 +97,17 @@ class Runner:
         found = answer(step, logits, self.sampler, self.draft_sampler, guessed[1] if guessed is not None else None)
         if not self.reports:
             return None
-        return replace(found, sums=pool(step.chunks, x, self.model.decoder.final))
+        return replace(found, sums=pool(step.chunks, x, self.model.decoder.final), said=self._news())
+
+    def _news(self) -> str:
+        """What people must be told, once."""
+        if self._told or not any(part.compiled is not None and part.compiled.full for part in self.compiled):
+            return ""
+        self._told = True
+        return (
+            f"compile: batches of more than {LIMIT} kinds have come, each of which takes a graph of its own; layers "
+            "run uncompiled from here on (a few graphs are enough where dynamic is left on)"
+        )
 
     def _forward(self, part: Part | Drafter, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor] | None:
         """One pass over the stages: on the last one hidden states [M, hidden] and logits [R, own vocabulary rows]."""

@@ -13,7 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Layout, Quantization
+from shardwise.config import Layout
+from shardwise.features import Quantization
 from shardwise.models.config import ModelConfig
 from shardwise.models.families.family import Family, ids
 from shardwise.models.families.table import BY_MODEL_TYPE, find, find_gguf, make_plan

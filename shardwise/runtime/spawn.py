@@ -13,10 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -72,6 +73,11 @@ class Process:
         self._pidfd = -1
         self.buried = False
         self._lock = threading.Lock()
+
+    @property
+    def where(self) -> str:
+        """Its host, where that is another one than the front's."""
+        return ""
 
     def forked(self, pid: int, pidfd: int) -> None:
         """It lives, as ``pid``."""
@@ -171,8 +177,26 @@ class ForkServer(threading.Thread):
         if threading.current_thread() is not self:
             self.join(BURIAL)
 
-    def fork(self, rank: int, threads: int, shared: int, source: Source | None = None) -> Process:
-        """Ask the fork server, or another ``source``, for a process that is handed the file ``shared``.
+    @property
+    def absent(self) -> str:
+        """See `forks.Forks`."""
+        return ""
+
+    @contextmanager
+    def meeting(self) -> Iterator[int]:
+        """A descriptor of an empty file that has no name and goes with its last user."""
+        if sys.platform == "linux":
+            fd = os.memfd_create("shardwise")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def fork(self, rank: int, threads: int, meeting: int, holder: Process | None = None) -> Process:
+        """Ask the fork server, or the ``holder``, for a process that is handed the file ``meeting``.
 
         ``rank`` is whose it is, ``threads`` how many it may use. Raises OSError if there is nobody to ask.
         """
@@ -181,12 +205,12 @@ class ForkServer(threading.Thread):
         read, write = os.pipe()
         ours.setblocking(False)
         process = Process(rank, Frames(ours), Output(read), Source(asking))
-        source = source or self._source
+        source = holder.source if holder is not None else self._source
         try:
             with self._lock:
                 if not self.alive:
                     raise BrokenPipeError("the fork server has ended")
-                fds = [theirs.fileno(), shared, write, asked.fileno()]
+                fds = [theirs.fileno(), meeting, write, asked.fileno()]
                 source.asked.append(process)
                 socket.send_fds(source.socket, [MESSAGE.pack(Word.FORK, threads, 0)], fds)
         except OSError:
@@ -213,7 +237,7 @@ class ForkServer(threading.Thread):
                 stdout=write,
                 stderr=write,
                 pass_fds=(self._theirs.fileno(),),
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,  # a terminal's Ctrl-C and Ctrl-Z are for the front
             )
         except OSError as error:
@@ -303,7 +327,7 @@ def _hear(output: Output, selector: selectors.BaseSelector) -> None:
         os.write(2, data)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The front's, with the very import path of the front; a process that computes nothing needs one thread."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     pools = dict.fromkeys(THREADS, "1")

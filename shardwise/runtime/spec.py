@@ -6,8 +6,32 @@ from typing import Any
 
 import msgspec
 
-from shardwise.config import Quantization
+from shardwise.features import Compile, Quantization
 from shardwise.weights.checkpoint import Index
+
+
+class Home(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank's layers of a model are, by their numbers from ``start`` up to ``stop``."""
+
+    start: int
+    host: int
+    """Layers below this stay with the rank; from here on in the host's memory, which only GPUs tell from theirs."""
+    disk: int
+    """From here on in a file."""
+    stop: int
+
+
+class Offload(msgspec.Struct, frozen=True):
+    """A model of which not all layers stay with their ranks."""
+
+    directory: str
+    """Of the files, which have no names."""
+    homes: list[Home]
+    """Of each rank of a replica."""
+
+    def away(self, rank: int) -> range:
+        """The layers that don't stay with it."""
+        return range(self.homes[rank].host, self.homes[rank].stop)
 
 
 class DraftSpec(msgspec.Struct, frozen=True):
@@ -21,6 +45,8 @@ class DraftSpec(msgspec.Struct, frozen=True):
     quantize: Quantization | None
     layers: int | None
     """Run only the target's first so many layers, which are there already; None: all, read in ``dtype`` or rounded."""
+    offload: Offload | None = None
+    """Where its own layers are; None: with their ranks."""
 
 
 class RunnerSpec(msgspec.Struct, frozen=True):
@@ -40,3 +66,6 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     num_blocks: int
     max_model_len: int
     draft: DraftSpec | None
+    offload: Offload | None = None
+    """Where the layers are; None: with their ranks."""
+    compile: Compile | None = None

@@ -10,6 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -19,6 +20,9 @@ from shardwise.runtime.executor import Figures
 from shardwise.runtime.frames import Failed, Frames, Kind, WorkerSpec, pack
 from shardwise.schedule.step import Step, StepResult
 
+Meet = Callable[[str], list[str]]
+"""See `Member.join`."""
+
 
 class Member(Protocol):
     """A rank's work in processes of its own."""
@@ -26,8 +30,12 @@ class Member(Protocol):
     def load(self) -> Figures:
         """Read the weights, where they can be handed on to forked processes; in one that computes nothing."""
 
-    def join(self, shared: int) -> Figures:
-        """Be ready to step, in the process that will: meet the other ranks over the empty file ``shared``."""
+    def join(self, shared: int, meet: Meet) -> Figures:
+        """Be ready to step, in the process that will: meet the other ranks over the empty file ``shared``.
+
+        Ranks of other hosts don't share it; ``meet`` tells all where this one can be reached, and answers the same of
+        all, in rank order.
+        """
 
     def step(self, step: Step) -> StepResult | None:
         """See `Rank`."""
@@ -53,9 +61,17 @@ def _hold(frames: Frames, forks: int, make: Callable[[WorkerSpec], Member]) -> N
 
     def work(control: int, shared: int, unused: int) -> NoReturn:
         os.close(unused)
-        live(control, lambda frames: _serve(frames, member.join(shared), member))
+        live(control, lambda frames: _serve(frames, member.join(shared, partial(_meet, frames)), member))
 
     forkserver.serve(forks, work)
+
+
+def _meet(frames: Frames, address: str) -> list[str]:
+    frames.send(pack(Kind.MEET, address))
+    answer = frames.read()
+    if answer is None or answer[0] is not Kind.PEERS:
+        raise ConnectionError("the front has let go of this rank")
+    return msgspec.msgpack.decode(answer[1], type=list[str])
 
 
 def _serve(frames: Frames, figures: Figures, member: Member) -> None:

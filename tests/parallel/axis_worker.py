@@ -29,7 +29,7 @@ class Player:
     def load(self) -> Figures:
         return {"rank": self.spec.rank}
 
-    def join(self, shared: int) -> Figures:
+    def join(self, shared: int, meet: object) -> Figures:
         spec = self.spec
         self.axes["shm"] = shared_axes(shared, spec.rank, spec.tp, spec.pp, load_sync(), slot_bytes=256, timeout=20)
         self.gloo(spec.tp, spec.pp, 20.0)

@@ -62,7 +62,7 @@ class FakeRank:
         modules = "torch" in sys.modules
         return {"threads": os.environ["OMP_NUM_THREADS"], "torch": int(modules)}
 
-    def join(self, shared: int) -> Figures:
+    def join(self, shared: int, meet: object) -> Figures:
         return {}
 
     def step(self, step: Step) -> StepResult | None:

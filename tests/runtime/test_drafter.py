@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwise import reference
-from shardwise.config import BLOCK, Coordinates, EngineConfig, Layout, Speculation
+from shardwise.config import BLOCK, Coordinates, EngineConfig, Layout
 from shardwise.describe import describe, show
+from shardwise.features import Speculation
 from shardwise.kernels.ops import load_ops
 from shardwise.parallel.axis import Axis
 from shardwise.runtime import launch

@@ -1,0 +1,1 @@
+"""Ranks on several hosts, behind the same seam as those of one."""
