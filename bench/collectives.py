@@ -48,7 +48,7 @@ class Meter:
     def load(self) -> Figures:
         return {}
 
-    def join(self, shared: int) -> Figures:
+    def join(self, shared: int, meet: object) -> Figures:
         torch.set_num_threads(1)
         self.shm, _ = shared_axes(shared, self.rank, 2, 1, load_sync())
         self.gloo, _ = distributed_axes(self.meeting, self.rank, 2, 1, torch.device("cpu"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.config import EngineConfig, Layout
+from shardwise.features import Speculation
 from shardwise.params import SamplingParams
 
 if TYPE_CHECKING:
     from shardwise.engine import Output
+    from shardwise.integrations.state_dict import load_from_full_state_dict
     from shardwise.llm import LLM
     from shardwise.mapping.config import Place
     from shardwise.mapping.job import Mapped, map
@@ -28,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "__version__",
+    "load_from_full_state_dict",
     "map",
 ]
 _MAPPING = ("Mapped", "Place", "map")
@@ -39,6 +42,10 @@ def __getattr__(name: str) -> Any:
         from shardwise.mapping import job
 
         return getattr(job, name)
+    if name == "load_from_full_state_dict":
+        from shardwise.integrations import state_dict
+
+        return state_dict.load_from_full_state_dict
     if name in __all__:
         from shardwise import llm
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.config import BLOCK
 from shardwise.params import SamplingParams
-from shardwise.progress import status
+from shardwise.progress import say, status
 
 if TYPE_CHECKING:
     from shardwise.llm import LLM
@@ -163,6 +163,8 @@ class Local:
         with status("starting") as tell:
             self._llm: LLM = LLM(model, on_progress=tell, generation_config=generation_config, **settings)
         self.name = str(self._llm.source.resolved.source)
+        for line in self._llm.plan.places():
+            say(line)
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """See `Source`."""

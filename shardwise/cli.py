@@ -13,20 +13,26 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.config import EngineConfig, Layout
 from shardwise.convert.command import convert_checkpoint
 from shardwise.evaluation import evaluation
+from shardwise.features import Speculation
 from shardwise.mapping.command import map_inputs
 from shardwise.options import (
     BatchTokensOption,
     CacheOption,
     ChunkOption,
+    CompileModeOption,
+    CompileOption,
+    CompileOptionsOption,
     ContextOption,
     DeviceOption,
     DtypeOption,
     KernelsOption,
     LayoutOption,
+    MemoryOption,
     ModelOption,
+    OffloadOption,
     PrefixOption,
     QuantizeOption,
     SequencesOption,
@@ -34,14 +40,18 @@ from shardwise.options import (
     SplitOption,
     StagesOption,
     ThreadsOption,
+    compilation,
     engine_settings,
     given_in,
+    memory,
     numbers,
     quantization,
 )
 from shardwise.params import SamplingParams
 from shardwise.progress import status
+from shardwise.recipes.command import recipes
 from shardwise.serving import chat, serve
+from shardwise.world import find_world
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,6 +60,8 @@ app = typer.Typer(
     help="Run one large language model on any layout of devices: any layout, one answer.",
 )
 
+SPREAD = ("generate", "serve", "chat", "verify", "eval")
+"""Commands whose ranks may be on several hosts."""
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """What happens to output that we are asked for: its reader leaves, or there is no room for it."""
 
@@ -68,6 +80,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        _lend(sys.argv[1:])
         app()
     except LoadError as error:
         _fail(str(error), 3)
@@ -91,7 +104,12 @@ def main() -> None:
 @app.command()
 def generate(
     context: typer.Context,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; several run together.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; several run together. With --config also key=value.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--config", "-c", help="A recipe: one of ours, or a .yaml file.")
+    ] = None,
     model: ModelOption = "smollm2",
     layout: LayoutOption = "1",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate; 0 only scores the prompt.")] = 128,
@@ -138,23 +156,43 @@ def generate(
     max_num_seqs: SequencesOption = 256,
     prefix_cache: PrefixOption = True,
     speculate: SpeculateOption = None,
+    compile: CompileOption = None,
+    compile_mode: CompileModeOption = None,
+    compile_options: CompileOptionsOption = None,
+    max_memory: MemoryOption = None,
+    offload_dir: OffloadOption = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is generated (one prompt).")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts, or answer them with --chat."""
     from shardwise.generate import Job, run
+    from shardwise.recipes.recipe import Recipe, open_recipe
 
     given = given_in(context)
+    texts = prompts or []
+    by, texts = open_recipe(recipe, texts) if recipe is not None else (Recipe(model), texts)
     asked = {item.name: given[item.name] for item in fields(SamplingParams) if item.name in given}
     if logit_bias is not None:
         asked["logit_bias"] = _biases(logit_bias)
     for name, file in (("json_schema", json_schema), ("ebnf", ebnf)):
         if file is not None:
             asked[name] = _text(f"--{name.replace('_', '-')}", file)
+    asked = by.sampling | asked
     SamplingParams(**asked)
-    settings = engine_settings(given, layout, split, stages, speculate)
+    said = engine_settings(given, layout, split, stages, speculate)
+    settings = by.settings | {name: value for name, value in said.items() if name in given}
     EngineConfig(**settings)
-    job = Job(model, settings, asked, generation_config, prompts or [], chat, input, output, stream, as_json)
+    job = Job(
+        given.get("model", by.model),
+        settings,
+        asked,
+        given.get("generation_config", by.generation_config),
+        by.rows(texts, given.get("chat")) if texts or input is None else [],
+        input if input is not None or texts else by.input,
+        output if output is not None else by.output,
+        stream,
+        as_json,
+    )
     failed, total = run(job)
     if failed:
         _fail(f"{failed} of {total} rows failed; the others are done", 1)
@@ -167,6 +205,11 @@ def verify(
     dtype: DtypeOption = "float32",
     quantize: QuantizeOption = None,
     device: DeviceOption = "auto",
+    compile: CompileOption = None,
+    compile_mode: CompileModeOption = None,
+    compile_options: CompileOptionsOption = None,
+    max_memory: MemoryOption = None,
+    offload_dir: OffloadOption = None,
     batches: Annotated[str, typer.Option(help="How many prompts run together.")] = "1,4,12",
     chunks: Annotated[str, typer.Option(help="Prefill chunk sizes, in tokens.")] = "1,7,64,512",
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
@@ -185,8 +228,12 @@ def verify(
         sizes = numbers("batches", batches, int) or ()
         steps = numbers("chunks", chunks, int) or ()
         with status("verifying") as say:
-            how = {"dtype": dtype, "quantize": quantization(quantize), "device": device}
-            report = verify_layouts(model, named, sizes, steps, max_tokens, tolerance, say, **how)
+            how = {"dtype": dtype, "quantize": quantization(quantize), "device": device, "offload_dir": offload_dir}
+            parsed = {
+                "max_memory": memory(max_memory),
+                "compile": compilation(compile, compile_mode, compile_options),
+            }
+            report = verify_layouts(model, named, sizes, steps, max_tokens, tolerance, say, **how, **parsed)
     if as_json:
         print(json.dumps(report.document()))
     else:
@@ -203,7 +250,13 @@ def inspect(
     device: DeviceOption = "auto",
     split: SplitOption = None,
     stages: StagesOption = None,
+    max_model_len: ContextOption = None,
+    kv_tokens: CacheOption = None,
+    max_batch_tokens: BatchTokensOption = 512,
+    max_num_seqs: SequencesOption = 256,
     speculate: SpeculateOption = None,
+    max_memory: MemoryOption = None,
+    offload_dir: OffloadOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's numbers and what each rank would hold, without reading weights."""
@@ -216,7 +269,13 @@ def inspect(
         device=device,
         split=numbers("split", split, float),
         stages=numbers("stages", stages, int),
+        max_model_len=max_model_len,
+        kv_tokens=kv_tokens,
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
         speculate=Speculation.parse(speculate) if speculate is not None else None,
+        max_memory=memory(max_memory),
+        offload_dir=offload_dir,
     )
     document = describe(model, engine)
     if as_json:
@@ -227,9 +286,20 @@ def inspect(
 
 app.command("convert")(convert_checkpoint)
 app.add_typer(evaluation, name="eval")
+app.add_typer(recipes, name="recipes")
 app.command()(serve)
 app.command()(chat)
 app.command("map")(map_inputs)
+
+
+def _lend(arguments: list[str]) -> None:
+    """In a world of torchrun's only the process of rank 0 runs the command; others lend it their host, and exit."""
+    from shardwise.runtime.hosts.agent import attend
+
+    world = find_world(os.environ)
+    if world is None or not world.rank or arguments[:1] == ["map"]:  # which gives each process its share
+        return
+    sys.exit(attend(world) if arguments[:1] and arguments[0] in SPREAD and "--help" not in arguments else 0)
 
 
 def _text(option: str, file: Path) -> str:

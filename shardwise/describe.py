@@ -29,6 +29,7 @@ def describe(model: str, engine: EngineConfig) -> Document:
         "max_model_len": plan.max_model_len,
         "kv_tokens": plan.num_blocks * BLOCK,
         "draft": None if plan.draft is None else _draft(plan.draft),
+        "places": plan.places(),
         "ranks": [
             {
                 "rank": index,
@@ -43,6 +44,7 @@ def describe(model: str, engine: EngineConfig) -> Document:
                 "parameters": rank.parameters,
                 "weight_bytes": rank.weight_bytes,
                 "kv_bytes_per_token": rank.kv_bytes_per_token,
+                "memory": None if plan.offload is None else plan.offload.document(index, rank),
             }
             for index, rank in enumerate(plan.ranks)
         ],
@@ -97,6 +99,8 @@ def show(document: Document) -> None:
         for index, rank in enumerate(draft["ranks"]):
             drafts.add_row(str(index), _run(rank["layers"]), *_sizes(rank))
         console.print(drafts)
+    for line in document["places"]:
+        console.print(line, highlight=False)
 
 
 def _run(run: list[int]) -> str:

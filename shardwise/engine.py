@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from shardwise.schedule.sequence import News, Request
 from shardwise.schedule.speculation import Tally
 from shardwise.schedule.step import Logprob, Step
 from shardwise.tokenizer import Detokenizer, Tokenizer
+
+log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)
 class Engine:
     """``add`` requests, ``step`` until there is no work; ``abort`` at any time.
 
-    ``restart`` makes the executor that follows one that failed; without it the failure is raised.
+    ``restart`` makes the executor that follows one that failed; without it the failure is raised. Ranks that fail
+    before they are ready are started again for ``patience`` seconds, or as often as `PAUSES` has it.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Engine:
         scheduler: Scheduler,
         tokenizer: Tokenizer,
         restart: Callable[[Executor], Executor] | None = None,
+        patience: float | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -82,8 +87,11 @@ class Engine:
         self.restart = restart
         self._start_at: float | None = None
         """When to start ranks, where there are none."""
+        self._patience = patience
         self._num_starts = 0
         """Starts since ranks were last ready."""
+        self._failing_since = inf
+        """When ranks failed that had been ready."""
         self._in_flight: deque[tuple[Step, float]] = deque()
         self._texts: dict[int, _Text] = {}
         self._tokens: dict[int, int] = {}
@@ -139,6 +147,8 @@ class Engine:
     def collect(self) -> list[Output]:
         """Wait for the oldest step in flight and apply its result. Raises RankFailure."""
         result = self.executor.collect()
+        if result.said:
+            log.warning(result.said)
         self._num_starts = 0
         step, submitted = self._in_flight.popleft()
         now = monotonic()
@@ -152,8 +162,14 @@ class Engine:
 
         Returns the end of those requests that ranks failed over again and again.
         """
-        self.lost = self.restart is None or self._num_starts == len(PAUSES)
-        self._start_at = inf if self.lost else monotonic() + PAUSES[self._num_starts]
+        if self._num_starts == 0:
+            self._failing_since = monotonic()
+        pause = PAUSES[min(self._num_starts, len(PAUSES) - 1)]
+        over = self._num_starts == len(PAUSES)
+        if self._patience is not None:
+            over = monotonic() + pause - self._failing_since > self._patience
+        self.lost = self.restart is None or failure.final or over
+        self._start_at = inf if self.lost else monotonic() + pause
         self.num_failures += 1
         self.failure = failure
         self._in_flight.clear()

@@ -15,7 +15,9 @@ from shardwise.options import (
     DtypeOption,
     KernelsOption,
     LayoutOption,
+    MemoryOption,
     ModelOption,
+    OffloadOption,
     QuantizeOption,
     SplitOption,
     StagesOption,
@@ -23,7 +25,7 @@ from shardwise.options import (
     engine_settings,
     given_in,
 )
-from shardwise.progress import bar, status
+from shardwise.progress import bar, say, status
 
 evaluation = typer.Typer(no_args_is_help=True, help="Measure how good a model's answers are, not how fast.")
 
@@ -47,6 +49,8 @@ def perplexity(
     threads: ThreadsOption = None,
     split: SplitOption = None,
     stages: StagesOption = None,
+    max_memory: MemoryOption = None,
+    offload_dir: OffloadOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Perplexity: e to the mean surprise at the tokens of a text, but for the first of each window."""
@@ -63,6 +67,8 @@ def perplexity(
         raise ValueError(f"--text {text}: can't be read: {error}") from None
     with status("starting") as tell:
         llm = LLM(model, on_progress=tell, generation_config=False, **settings)
+    for line in llm.plan.places():
+        say(line)
     with llm:
         surprise, count = score(llm, body, window)
         done: dict[str, Any] = {

@@ -26,8 +26,8 @@ class Job:
     asked: dict[str, Any]
     """The sampling fields that were given; rows and the model's defaults fill in the rest."""
     generation_config: bool
-    prompts: list[str]
-    chat: bool
+    rows: list[dict[str, Any]]
+    """Of the prompts that were given as such; those of a file come from there."""
     input: Path | None
     output: Path | None
     stream: bool
@@ -54,13 +54,12 @@ def run(job: Job) -> tuple[int, int]:
 
 def _rows(job: Job) -> Iterable[Row]:
     if job.input is not None:
-        if job.prompts:
+        if job.rows:
             raise ValueError("give prompts or --input, not both")
         return read_rows(job.input)
-    if not job.prompts:
+    if not job.rows:
         raise ValueError("nothing to do: give a prompt or --input FILE.jsonl")
-    key = "messages" if job.chat else "prompt"
-    return [{key: [{"role": "user", "content": text}] if job.chat else text} for text in job.prompts]
+    return job.rows
 
 
 def _check(job: Job) -> None:
@@ -69,7 +68,7 @@ def _check(job: Job) -> None:
         raise ValueError("--output writes JSON lines; leave out --json and --stream")
     if output is not None and not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: there is no directory {output.parent}; make it first")
-    if job.stream and (job.as_json or job.input is not None or len(job.prompts) != 1 or job.asked.get("n", 1) != 1):
+    if job.stream and (job.as_json or job.input is not None or len(job.rows) != 1 or job.asked.get("n", 1) != 1):
         raise ValueError("--stream prints one prompt's text; give exactly one prompt, without --json and --n")
 
 
@@ -79,7 +78,11 @@ def _introduce(llm: LLM, job: Job) -> None:
         print(f"shardwise: {kernels}", file=sys.stderr)
     plan = llm.plan
     weights = plan.quantize or plan.dtype
-    say(f"{llm.source.resolved.source} · layout {plan.engine.layout} · {weights} · {llm.load_s:.1f} s")
+    by = plan.engine.compile
+    compiled = f", {llm.compile_s:.1f} s of them for {by.backend}" if by is not None and llm.compile_s else ""
+    say(f"{llm.source.resolved.source} · layout {plan.engine.layout} · {weights} · {llm.load_s:.1f} s{compiled}")
+    for line in plan.places():
+        print(f"shardwise: {line}", file=sys.stderr)
     if llm.defaults.fields:
         pairs = ", ".join(f"{name} {value}" for name, value in llm.defaults.fields.items())
         print(f"shardwise: defaults from generation_config.json: {pairs}", file=sys.stderr)
@@ -125,6 +128,8 @@ def _finish(llm: LLM, job: Job, numbers: list[int | str]) -> tuple[int, int]:
                 write({"index": index, "error": number})
             advance()
     timings: dict[str, Any] = timings_of(llm.load_s, done)
+    if llm.compile_s is not None:
+        timings["compile_s"] = round(llm.compile_s, 4)
     drafts = llm.drafts
     if job.as_json:
         whole = {"model": llm.source.resolved.source, "layout": str(llm.plan.engine.layout), "outputs": documents}

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from shardwise.config import EngineConfig, Layout, Quantization, Speculation
+from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Output
+from shardwise.features import Compile, MaxMemory, Quantization, Speculation
 from shardwise.intake import Messages, Prompt
 from shardwise.open import open_model
 from shardwise.outputs import CompletionOutput, RequestOutput
@@ -23,8 +24,8 @@ class LLM:
     """A model on a layout.
 
     ``model`` is an alias (``smollm2``), a Hugging Face directory, a .gguf file or a hub id; ``layout`` such as
-    ``"tp2.pp2"``; ``settings`` are the other fields of EngineConfig, ``speculate`` and ``quantize`` as text too (see
-    Speculation.parse and Quantization.parse).
+    ``"tp2.pp2"``; ``settings`` are the other fields of EngineConfig, of which ``speculate``, ``quantize``,
+    ``compile`` and ``max_memory`` may be text too (see Speculation.parse and the other kinds' ``parse``).
     ``generation_config`` False leaves aside what the model's generation_config.json says: it gives the params of
     requests that come without any. Raises ValueError, before any weight is read, for
     what cannot be done, LoadError for broken files and RankFailure if a rank does not start. Close it, or use it as a
@@ -44,12 +45,18 @@ class LLM:
             settings["speculate"] = Speculation.parse(settings["speculate"])
         if isinstance(settings.get("quantize"), str):
             settings["quantize"] = Quantization.parse(settings["quantize"])
+        if isinstance(settings.get("compile"), str):
+            settings["compile"] = Compile.parse(settings["compile"])
+        if isinstance(settings.get("max_memory"), str | Mapping):
+            settings["max_memory"] = MaxMemory.parse(settings["max_memory"])
         config = EngineConfig(layout=Layout.parse(layout) if isinstance(layout, str) else layout, **settings)
         opened = open_model(model, config, generation_config=generation_config, on_progress=on_progress, start=launch)
         self.source, self.tokenizer, self.eos = opened.source, opened.tokenizer, opened.eos
         self.defaults = opened.defaults
         """What holds for fields that a request leaves open, where params aren't given as a whole."""
         self.plan, self.intake, self.load_s = opened.plan, opened.intake, opened.load_s
+        self.compile_s = opened.compile_s
+        """Of ``load_s``, what torch.compile took; None where nothing was compiled."""
         self.figures = opened.figures
         """What the ranks of each replica said of themselves when they were ready."""
         self._replicas = opened.replicas

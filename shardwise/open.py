@@ -40,6 +40,12 @@ class Opened(NamedTuple):
     """What the ranks of each replica said of themselves when they were ready."""
     load_s: float
 
+    @property
+    def compile_s(self) -> float | None:
+        """Of ``load_s``, what torch.compile took on the slowest rank; None where nothing was compiled."""
+        found = [float(rank["compile_s"]) for replica in self.figures for rank in replica if "compile_s" in rank]
+        return max(found) if found else None
+
 
 def open_model(
     model: str | Path,
@@ -62,15 +68,25 @@ def open_model(
     plan = plan_run(source, config)
     if plan.draft is not None and plan.draft.source is not None:
         check_vocabulary(tokenizer, open_tokenizer(plan.draft.source))
+    if on_progress is not None:
+        for line in plan.places():
+            on_progress(line)
     executors = start(plan, on_progress)
     engines = [
-        Engine(executor, make_scheduler(plan, eos), tokenizer, partial(relaunch, plan, at))
+        Engine(executor, make_scheduler(plan, eos), tokenizer, partial(relaunch, plan, at), config.restart_timeout)
         for at, executor in enumerate(executors)
     ]
     intake = Intake(tokenizer, source.config.vocab_size, eos)
     figures = [executor.figures for executor in executors]
     load_s = time.monotonic() - started
     return Opened(source, tokenizer, eos, defaults, plan, intake, Replicas(engines), figures, load_s)
+
+
+def one_more(opened: Opened, executor: Executor, at: int) -> Engine:
+    """An engine of the same plan on ranks that were started later, as replica number ``at``."""
+    scheduler = make_scheduler(opened.plan, opened.eos)
+    patience = opened.plan.engine.restart_timeout
+    return Engine(executor, scheduler, opened.tokenizer, partial(relaunch, opened.plan, at), patience)
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

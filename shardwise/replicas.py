@@ -19,6 +19,7 @@ class Replicas:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
+        self._retiring: list[Engine] = []
         self._home: dict[int, Engine] = {}
         self._look_at = 0.0
 
@@ -32,6 +33,7 @@ class Replicas:
             engine = min(
                 self.engines,
                 key=lambda engine: (
+                    engine in self._retiring,
                     not engine.ready,
                     engine.load - engine.scheduler.cached_tokens(request.prompt, request.salt),
                 ),
@@ -49,6 +51,20 @@ class Replicas:
     def has_work(self) -> bool:
         """Is any accepted request unfinished?"""
         return bool(self._home)
+
+    def retire(self, engine: Engine) -> bool:
+        """Give an engine nothing new, and let it go once it has no work: ask until it is gone; then close its ranks.
+
+        The others take what is accepted from now on, so one of them must stay.
+        """
+        if engine not in self._retiring and engine in self.engines:
+            self._retiring.append(engine)
+        if engine in self.engines and (engine.has_work or engine.in_flight):
+            return False
+        for each in (self.engines, self._retiring):
+            if engine in each:
+                each.remove(engine)
+        return True
 
     def step(self, wake: int | None = None) -> list[Output]:
         """Keep every engine busy and return the news of those that have some; also for idle ones, whose ranks may fail.

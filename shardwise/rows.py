@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.intake import Messages, Prompt
 from shardwise.llm import LLM
 from shardwise.outputs import CompletionOutput, RequestOutput
 from shardwise.params import SamplingParams
@@ -32,15 +33,14 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield f"not valid JSON: {error}"
 
 
-def submit_row(llm: LLM, row: Row, defaults: Mapping[str, Any], index: int) -> int:
-    """Hand one row to the model: ``prompt`` (text or token ids) or ``messages``, and sampling fields.
+def read_row(row: Row, defaults: Mapping[str, Any]) -> tuple[Prompt | None, Messages | None, SamplingParams]:
+    """What one row asks for: ``prompt`` (text or token ids) or ``messages``, and sampling fields.
 
-    Its fields win over ``defaults``, which win over the model's own.
-    Returns the request's number; ValueError says what is wrong with the row.
+    Its fields win over ``defaults``. ValueError says what is wrong with the row.
     """
     if isinstance(row, str):
         raise ValueError(row)
-    fields = {**llm.defaults.fields, **defaults, **row}
+    fields = {**defaults, **row}
     prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None):
         raise ValueError("a row needs either prompt or messages")
@@ -48,7 +48,16 @@ def submit_row(llm: LLM, row: Row, defaults: Mapping[str, Any], index: int) -> i
         raise ValueError("prompt must be a string or a list of token ids")
     if messages is not None and not (isinstance(messages, list) and all(isinstance(item, dict) for item in messages)):
         raise ValueError("messages must be a list of objects with role and content")
-    return llm.submit(prompt, SamplingParams.from_dict(fields), messages, index=index)
+    return prompt, messages, SamplingParams.from_dict(fields)
+
+
+def submit_row(llm: LLM, row: Row, defaults: Mapping[str, Any], index: int) -> int:
+    """Hand one row to the model, with the fields of ``defaults`` before the model's own.
+
+    Returns the request's number; ValueError says what is wrong with the row.
+    """
+    prompt, messages, params = read_row(row, {**llm.defaults.fields, **defaults})
+    return llm.submit(prompt, params, messages, index=index)
 
 
 def _are_ids(value: Any) -> bool:

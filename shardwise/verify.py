@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import BLOCK, EngineConfig, Layout, Speculation
+from shardwise.config import BLOCK, EngineConfig, Layout
 from shardwise.engine import Engine
+from shardwise.features import Speculation
 from shardwise.open import make_scheduler, open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor
-from shardwise.runtime.launch import RunPlan, launch, plan_run, relaunch
+from shardwise.runtime.launch import RunPlan, hosts_of, launch, plan_run, relaunch
 from shardwise.runtime.source import Source, open_source
 from shardwise.schedule.sequence import Request
 from shardwise.tokenizer import Tokenizer
@@ -119,23 +120,24 @@ def verify_layouts(
     """
     source = open_source(model)
     tokenizer = open_tokenizer(source)
-    plans = [plan_run(source, EngineConfig(layout=layout, **settings)) for layout in layouts]
+    plans = [plan_run(source, EngineConfig(layout=layout, **settings), whole=False) for layout in layouts]
     prompts = _prompts(tokenizer, max(plan.max_model_len for plan in plans) - max_tokens)
     report = Report(f"{source.resolved.source} · {plans[0].quantize or plans[0].dtype}", tolerance)
     first: Run | None = None
     width = np.dtype(np.float64 if plans[0].dtype == "float64" else np.float32)
-    for plan in plans:
-        name = str(plan.engine.layout)
-        say(f"layout {name}: starting")
-        executors = launch(plan, say)
-        try:
-            for how, run in _runs(plan, source, tokenizer, executors, prompts, batches, chunks, max_tokens):
-                say(f"layout {name}: {how}")
-                first = first or run
-                report.cells.append(Cell(name, how, run.digest(), *_compare(first, run, width)))
-        finally:
-            for executor in executors:
-                executor.close()
+    with hosts_of(plans[0]) as hosts:
+        for plan in plans:
+            name = str(plan.engine.layout)
+            say(f"layout {name}: starting")
+            executors = launch(plan, say, hosts)
+            try:
+                for how, run in _runs(plan, source, tokenizer, executors, prompts, batches, chunks, max_tokens):
+                    say(f"layout {name}: {how}")
+                    first = first or run
+                    report.cells.append(Cell(name, how, run.digest(), *_compare(first, run, width)))
+            finally:
+                for executor in executors:
+                    executor.close()
     return report
 
 
@@ -221,7 +223,8 @@ def _runs(
         engines = [Engine(*pair, tokenizer) for pair in zip(executors, schedulers, strict=True)]
         yield how, _run(Replicas(engines), prompts, max_tokens)
     yield "warm prefix cache", _run(Replicas(engines), prompts, max_tokens)
-    victims = [figures[-1]["pid"] for figures in (executor.figures for executor in executors) if "pid" in figures[-1]]
+    pids = [[figures["pid"] for figures in each.figures if figures.get("pid")] for each in executors]
+    victims = [own[-1] for own in pids if own]  # of this host
     if victims:  # the ranks are processes
         for at, engine in enumerate(engines):
             engine.restart = partial(relaunch, plan, at)

@@ -20,6 +20,8 @@ PROPOSERS = {
     "self,dtype=bfloat16": "the model's own weights, rounded",
     "self,quantize=int4": "… to whole numbers",
 }
+COMPILED = {"compile=inductor": "layers go through torch.compile"}
+LIMITS = {"max_memory": "layers beyond a rank's memory are used from disk"}
 DOCS = Path(__file__).parent.parent / "docs" / "features.md"
 PROMPT = "count to ten: one two three one two three one"
 SCHEMA = {
@@ -191,6 +193,20 @@ def document() -> str:
         "",
         *head,
         *(f"| `{name}` | {what} | {marks} |" for name, what in PROPOSERS.items()),
+        "",
+        "## Limits",
+        "",
+        "With all fields and grammars again.",
+        "",
+        *head,
+        *(f"| `{name}` | {what} | {marks} |" for name, what in LIMITS.items()),
+        "",
+        "## Compiled",
+        "",
+        "With all fields and grammars again.",
+        "",
+        *head,
+        *(f"| `{name}` | {what} | {marks} |" for name, what in COMPILED.items()),
         "",
     ]
     return "\n".join(lines)

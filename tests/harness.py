@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwise import reference
-from shardwise.config import EngineConfig, Layout, Quantization
+from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Engine
+from shardwise.features import Quantization
 from shardwise.kernels.ops import load_ops
 from shardwise.llm import LLM
 from shardwise.models.families.table import make_plan
@@ -79,8 +80,9 @@ def start_threads(plan: RunPlan, on_progress: object = None, rank: Callable[...,
     """The replicas of a layout, every rank a thread."""
     layout = plan.engine.layout
     spec = runner_spec(plan)
+    patience = (300.0, 300.0) if plan.engine.compile is not None else ()
     return [
-        ThreadExecutor(Layout(tp=layout.tp, pp=layout.pp), lambda place, axes: rank(spec, place, *axes))
+        ThreadExecutor(Layout(tp=layout.tp, pp=layout.pp), lambda place, axes: rank(spec, place, *axes), *patience)
         for _ in range(layout.dp)
     ]
 

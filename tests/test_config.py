@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import EngineConfig, Layout, Speculation
+from shardwise.config import EngineConfig, Layout
+from shardwise.features import Speculation
 from shardwise.params import SamplingParams
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Speculation
 from shardwise.engine import Engine, Output
+from shardwise.features import Speculation
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import RankFailure

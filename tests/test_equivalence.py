@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import EngineConfig, Layout, Quantization, Speculation
+from shardwise.config import EngineConfig, Layout
 from shardwise.describe import describe
+from shardwise.features import Quantization, Speculation
 from shardwise.params import SamplingParams
 from shardwise.runtime.source import Source, open_source
 from tests.harness import Answer, Job, oracle, plan_of, run, threads

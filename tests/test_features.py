@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.outputs import RequestOutput
-from tests.features import DOCS, FEATURES, LAYOUTS, PROMPT, PROPOSERS, Feature, document
+from tests.features import COMPILED, DOCS, FEATURES, LAYOUTS, LIMITS, PROMPT, PROPOSERS, Feature, document
 from tests.harness import threaded_llm
+from tests.limits import limited, num_away
 from tests.tiny import save_text_model
 
 Answers = dict[str, RequestOutput]
@@ -33,10 +35,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     @cache
     def answers(layout: str, proposer: str | None) -> Answers:
         speculate = proposer.replace("draft", f"draft={small}") if proposer else None
-        settings = {} if speculate is None else {"speculate": f"{speculate},k=3"}
+        settings: dict[str, Any] = {} if speculate is None else {"speculate": f"{speculate},k=3"}
+        if proposer in LIMITS:
+            plan = limited(model, layout, path, 0.0, kv_tokens=2048)
+            assert num_away(plan) > 0
+            settings = {"max_memory": plan.engine.max_memory}
+        if proposer in COMPILED:
+            settings = {"compile": proposer.removeprefix("compile=")}
         with threaded_llm(model, layout, **settings) as llm:
             found = llm.generate([PROMPT] * len(FEATURES), [item.params() for item in FEATURES])
-            if proposer is not None:
+            if proposer not in (None, *LIMITS, *COMPILED):
                 assert llm.drafts is not None
                 assert llm.drafts.proposed > 0
         return {item.name: told(answer) for item, answer in zip(FEATURES, found, strict=True)}
@@ -79,6 +87,27 @@ def test_a_proposer_changes_no_answer(
 ) -> None:
     """Guards each proposer on each layout, with every field and grammar: drafts change no token, text or logprob."""
     assert run(layout, proposer) == {name: answer for name, (answer, _) in alone.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_changes_no_answer(
+    limit: str, layout: str, run: Run, alone: dict[str, tuple[RequestOutput, RequestOutput]]
+) -> None:
+    """Guards layers that come from disk on each layout, with every field and grammar."""
+    assert run(layout, limit) == {name: answer for name, (answer, _) in alone.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of inductor's own
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiling_changes_no_answer(
+    how: str, layout: str, run: Run, alone: dict[str, tuple[RequestOutput, RequestOutput]]
+) -> None:
+    """Guards compiled layers on each layout, with every field and grammar."""
+    assert run(layout, how) == {name: answer for name, (answer, _) in alone.items()}
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)

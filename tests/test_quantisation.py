@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from shardwise import reference
-from shardwise.config import Coordinates, Quantization, Speculation
+from shardwise.config import Coordinates
 from shardwise.evaluation import score
+from shardwise.features import Quantization, Speculation
 from shardwise.kernels.ops import Ops, Weight
 from shardwise.parallel.axis import Axis
 from shardwise.params import SamplingParams

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise import engine as engine_room
-from shardwise.config import Speculation
 from shardwise.engine import Engine, Output
+from shardwise.features import Speculation
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import Executor, RankFailure
@@ -190,6 +190,26 @@ def test_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(pair, asked) == {request.id: right(request) for request in asked}
     assert first.lost
     assert pair.engines == [second]
+
+
+def test_patience_with_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards restart_timeout: ranks are started again for so long, however many times that is, and no longer."""
+    clock, tries = 0.0, 0
+    monkeypatch.setattr(engine_room, "monotonic", lambda: clock)
+    monkeypatch.setattr(engine_room, "PAUSES", (0.0, 1.0))
+
+    def broken(failed: Executor) -> Executor:
+        raise OSError("no memory")
+
+    engine = Engine(Fragile(lambda step: None), small_scheduler(), Letters(), broken, 10.0)  # type: ignore[arg-type]
+    engine.recover(KILLED)
+    while not engine.lost:
+        with pytest.raises(RankFailure) as failed:
+            engine.tend()
+        tries += 1
+        engine.recover(failed.value)
+        clock += 1.0
+    assert (tries, clock) == (11, 11.0)
 
 
 def test_a_request_whose_text_fails_falls_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise import reference
-from shardwise.config import BLOCK, Coordinates, EngineConfig, Layout, Speculation
+from shardwise.config import BLOCK, Coordinates, EngineConfig, Layout
+from shardwise.features import Speculation
 from shardwise.open import open_tokenizer
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.config import DTYPES
+from shardwise.features import DTYPES
 from shardwise.options import QuantizeOption, quantization
 from shardwise.progress import say
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.config import Layout, Quantization
+from shardwise.config import Layout
 from shardwise.convert.gguf import write_json
 from shardwise.convert.given import Given, open_given
 from shardwise.convert.write import FORMATS, SHARD_BYTES, Entry, Output, write_checkpoint
+from shardwise.features import Quantization
 from shardwise.models.families.table import make_plan
 from shardwise.models.shard import make_shard
 from shardwise.parallel.placement import Placement, Run

@@ -51,6 +51,9 @@ def text_to_image(
         *(source,), torch_dtype=dtype_of(dtype, place.device), variant=variant, use_safetensors=True
     )
     pipeline.to(place.device)
+    denoiser = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
+    if denoiser is not None:  # it runs once a step, everything else once an image
+        place.compile(denoiser)
     pipeline.set_progress_bar_config(disable=True)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

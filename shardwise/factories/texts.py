@@ -102,7 +102,7 @@ def _load(
     network: Any = getattr(transformers, kind).from_pretrained(
         model, dtype=dtype_of(dtype, place.device), revision=revision, use_safetensors=True, trust_remote_code=False
     )
-    network.eval().to(place.device)
+    place.compile(network.eval().to(place.device))
     config = network.config
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

@@ -18,7 +18,14 @@ from shardwise.config import Layout
 from shardwise.mapping.config import MapConfig, read_settings
 from shardwise.mapping.job import Job
 from shardwise.mapping.source import open_lines
-from shardwise.options import DeviceOption, LayoutOption
+from shardwise.options import (
+    CompileModeOption,
+    CompileOption,
+    CompileOptionsOption,
+    DeviceOption,
+    LayoutOption,
+    compilation,
+)
 from shardwise.progress import bar, say
 
 STREAM = Path("-")
@@ -36,6 +43,9 @@ def map_inputs(
     device: DeviceOption = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads per rank; default: the cores, shared evenly.")] = None,
     share: Annotated[str, typer.Option(help="What ranks share by forking: nothing, imports or model.")] = "imports",
+    compile: CompileOption = None,
+    compile_mode: CompileModeOption = None,
+    compile_options: CompileOptionsOption = None,
     startup_timeout: Annotated[float, typer.Option(help="Seconds to import and to build the model.")] = 600.0,
     item_timeout: Annotated[float | None, typer.Option(help="Seconds for one item; then it has failed.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin the output anew.")] = False,
@@ -46,7 +56,7 @@ def map_inputs(
         sys.path.append(os.getcwd())  # a factory may lie where the command is run
     config = MapConfig(
         *(factory, Layout.parse(layout), read_settings(pairs or []), batch_size, device, threads, share),
-        *(startup_timeout, item_timeout),
+        *(startup_timeout, item_timeout, compilation(compile, compile_mode, compile_options)),
     )
     file = _file(output)
     if as_json and output == STREAM:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import Layout
+from shardwise.features import Compile
 
 SHARES = ("nothing", "imports", "model")
 IN_RANK = "SHARDWISE_MAP_RANK"
@@ -31,6 +32,24 @@ class Place:
     """"cpu", or "cuda:0" and so on, as torch names it."""
     threads: int
     """That the rank may use; torch has been told, if it was imported. A model to be shared is built with one."""
+    by: Compile | None = None
+    """What --compile says."""
+    compiled: list[Any] = field(default_factory=list, repr=False, compare=False)
+    """What `compile` was called with."""
+
+    def compile(self, model: Any) -> Any:
+        """``model`` (a torch module or any callable) as --compile asks for it, or as it is where that isn't given.
+
+        A module is itself returned, with its ``forward`` compiled, so that its own methods call that too. Factories are
+        to call this for what is worth compiling; without such a call --compile is an error. Raises ValueError for a
+        mode or an option that the backend refuses.
+        """
+        self.compiled.append(model)
+        if self.by is None:
+            return model
+        from shardwise.runtime.compiling import compile_model
+
+        return compile_model(model, self.by)
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,8 @@ class MapConfig:
     """For importing and building, on each rank."""
     item_timeout: float | None = None
     """For one item; a batch has as many times as much as it has items."""
+    compile: Compile | None = None
+    """What factories compile their models by; see `Place.compile`."""
 
     def __post_init__(self) -> None:
         module, colon, name = self.factory.partition(":")

@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.config import Layout
+from shardwise.features import Compile
 from shardwise.mapping.config import IN_RANK, MapConfig, Place, find_places, find_world, name_of
 from shardwise.mapping.journal import Journal
 from shardwise.mapping.source import Source, encode_values
 from shardwise.mapping.team import POLITE, Item, Team
 from shardwise.mapping.world import Meeting
+from shardwise.runtime.backends import check_backend
 from shardwise.runtime.executor import RankFailure
 
 __all__ = ["Job", "Mapped", "Place", "Results", "map"]
@@ -54,6 +56,9 @@ class Job:
         self._places = find_places(config, self.world)
         self._meeting: Meeting | None = None
         head = {"factory": config.factory, "settings": dict(config.settings)}
+        if config.compile is not None:
+            head["compile"] = str(config.compile)
+            check_backend(config.compile, self._places[0].device.partition(":")[0], processes=True)
         if self.world is None:
             self.journal = Journal(output, head, overwrite)
             return
@@ -196,9 +201,12 @@ def map(
     goes on after an interruption. Inside torchrun or accelerate launch the world's processes are the ranks, ``output``
     is needed, and the process of rank 0 is given all answers, the others none.
 
-    ``options`` are the other fields of `MapConfig`: batch_size, device, threads, share, startup_timeout, item_timeout.
+    ``options`` are the other fields of `MapConfig`: batch_size, device, threads, share, startup_timeout, item_timeout,
+    compile (which may be text too, see Compile.parse).
     Raises ValueError, with the remedy, for what can't be; RankFailure, while it runs, when no rank can be had.
     """
     parsed = layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if isinstance(options.get("compile"), str):
+        options["compile"] = Compile.parse(options["compile"])
     config = MapConfig(name_of(factory), parsed, dict(settings or {}), **options)
     return Results(Job(config, encode_values(inputs), Path(output) if output is not None else None, overwrite))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import logging
 import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +27,8 @@ from shardwise.runtime.frames import Frames, Kind, pack
 from shardwise.runtime.worker import live
 
 Factory = Callable[..., Any]
+GRAPHS = "torch._dynamo.convert_frame"
+"""torch's logger of what is compiled."""
 
 
 def main() -> None:
@@ -56,7 +60,7 @@ def _hold(frames: Frames, forks: int) -> None:
         _must_be_alone(f"importing {order.factory}", "nothing")
     if order.share == "model":
         assert factory is not None
-        call = build(order.factory, factory, settings, Place(0, 1, "cpu", 1))
+        call = build(order.factory, factory, settings, Place(0, 1, "cpu", 1, order.compile))
         _must_be_alone(f"building {order.factory}", "imports")
     frames.send(pack(Kind.READY))
 
@@ -68,14 +72,16 @@ def _hold(frames: Frames, forks: int) -> None:
             post = frames.read()
             if post is None:
                 return
-            place = Place(*msgspec.structs.astuple(msgspec.msgpack.decode(post[1], type=Post)))
+            at = msgspec.msgpack.decode(post[1], type=Post)
+            place = Place(at.rank, at.world, at.device, at.threads, order.compile)
             made = factory
             if made is None:
                 made = find(order.factory)
                 check_settings(order.factory, made, settings)
             if (torch := sys.modules.get("torch")) is not None:
                 torch.set_num_threads(place.threads)  # it was imported where there was to be one
-            serve(frames, call or build(order.factory, made, settings, place), order.lists, place.device)
+            with heard(GRAPHS if order.compile is not None else None) as news:
+                serve(frames, call or build(order.factory, made, settings, place), order.lists, place.device, news)
 
         live(control, answer)
 
@@ -135,7 +141,13 @@ def _nearest(word: str, offered: Sequence[str]) -> str:
 
 def build(name: str, factory: Factory, settings: Mapping[str, Any], place: Place) -> Callable[..., Any]:
     """The callable that answers items."""
-    call = factory(**settings, **({"place": place} if _takes(factory, "place") else {}))
+    takes = _takes(factory, "place")
+    call = factory(**settings, **({"place": place} if takes else {}))
+    if place.by is not None and not place.compiled:
+        how = (
+            "never calls place.compile(model)" if takes else "has no parameter place, to call place.compile(model) with"
+        )
+        raise ValueError(f"--compile {place.by.backend}: {name} {how}: leave --compile out, or see docs/map.md")
     if not callable(call):
         raise ValueError(
             f"{name} returned a {type(call).__name__}: return what is called with an item, such as a function"
@@ -150,13 +162,41 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
         return False
 
 
-def serve(frames: Frames, call: Callable[..., Any], lists: bool, device: str) -> None:
-    """A rank's life: items."""
+@contextmanager
+def heard(logger: str | None) -> Iterator[list[str]]:
+    """What is logged there meanwhile of functions that torch makes no more graphs of."""
+    found: list[str] = []
+    if logger is None:
+        yield found
+        return
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            what, *more = record.getMessage().splitlines()
+            if "recompile_limit" in what and not found:
+                of = " ".join(line.strip() for line in more[:1])
+                found.append(f"{what}, {of}: what takes one more graph runs uncompiled (leave dynamic on?)")
+
+    ear = Ear()
+    logging.getLogger(logger).addHandler(ear)
+    try:
+        yield found
+    finally:
+        logging.getLogger(logger).removeHandler(ear)
+
+
+def serve(frames: Frames, call: Callable[..., Any], lists: bool, device: str, news: Sequence[str] = ()) -> None:
+    """A rank's life: items. The first of ``news`` goes along with the answers of its time."""
     frames.send(pack(Kind.READY))
     caller = Caller(call, lists, device)
     works = msgspec.msgpack.Decoder(Work)
+    told = False
     while (frame := frames.read()) is not None and frame[0] is Kind.STEP:
-        frames.send(pack(Kind.RESULT, caller.answer(works.decode(frame[1]))))
+        answers = caller.answer(works.decode(frame[1]))
+        if news and not told:
+            told = True
+            answers[0] = msgspec.structs.replace(answers[0], said=news[0])
+        frames.send(pack(Kind.RESULT, answers))
 
 
 class Caller:

@@ -76,7 +76,8 @@ class Team:
         self._answered: list[tuple[Item, Answer]] = []
         self._selector = selectors.DefaultSelector()
         self._order = Order(
-            config.factory, json.dumps(dict(config.settings)).encode(), config.share, config.batch_size is not None
+            *(config.factory, json.dumps(dict(config.settings)).encode(), config.share, config.batch_size is not None),
+            config.compile,
         )
         self._answers = msgspec.msgpack.Decoder(list[Answer])
         self._forks: ForkServer | None = None
@@ -159,9 +160,7 @@ class Team:
         assert self._forks is not None
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            seat.process = self._forks.fork(
-                seat.place.rank, seat.place.threads, nothing, holder.source if holder is not None else None
-            )
+            seat.process = self._forks.fork(seat.place.rank, seat.place.threads, nothing, holder)
         finally:
             os.close(nothing)
         seat.since = monotonic()
@@ -191,6 +190,8 @@ class Team:
                 failed = msgspec.msgpack.decode(payload, type=Failed)
             else:
                 answers = self._answers.decode(payload)
+                for said in [answer.said for answer in answers if answer.said]:
+                    print(f"shardwise: rank {seat.place.rank}: {said}", file=sys.stderr)
                 self._answered += zip(seat.items, answers, strict=True)
                 seat.items = []
         if not lives or failed is not None:

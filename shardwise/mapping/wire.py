@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from shardwise.features import Compile
+
 
 class Order(msgspec.Struct, frozen=True):
     """What the holder is told: the factory, and what to do once for all ranks."""
@@ -17,6 +19,7 @@ class Order(msgspec.Struct, frozen=True):
     share: str
     lists: bool
     """Does the callable take lists?"""
+    compile: Compile | None = None
 
 
 class Post(msgspec.Struct, frozen=True):
@@ -40,6 +43,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     body: bytes
     failed: bool = False
+    said: str = ""
+    """What people must be told."""
 
 
 def encode(output: Any) -> Answer:

@@ -6,8 +6,8 @@ called: torch's modules cost half a millisecond a step in bookkeeping that nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from shardwise.models.norm import HeadNorm, Norm
 from shardwise.models.rope import RopeTable
 from shardwise.models.shard import Shard
 from shardwise.parallel.axis import Axis
-from shardwise.parallel.placement import Plan
+from shardwise.parallel.placement import Plan, layer_of
 
 
 class Attention:
@@ -92,8 +92,19 @@ class Layer:
         return self.mlp(self.mlp_norm(x), x)
 
 
+RunLayer: TypeAlias = Callable[[Layer, Tensor, KV, Batch], Tensor]
+
+
+def run_layer(layer: Layer, x: Tensor, kv: KV, batch: Batch) -> Tensor:
+    """As it is."""
+    return layer(x, kv, batch)
+
+
 class Decoder:
-    """The layers of one stage by number, and the embedding or the head where the stage has them."""
+    """The layers of one stage by number, and the embedding or the head where the stage has them.
+
+    ``run`` calls a layer, as it is or compiled.
+    """
 
     def __init__(
         self,
@@ -103,6 +114,7 @@ class Decoder:
         embed_norm: Norm | None,
         norm: Norm | None,
         head: Linear | None,
+        run: RunLayer = run_layer,
     ) -> None:
         self.embed = embed
         self.embed_norm = embed_norm
@@ -110,6 +122,7 @@ class Decoder:
         self.layers = layers
         self.norm = norm
         self.head = head
+        self.run = run
 
     def __call__(self, x: Tensor | None, cache: Sequence[KV], batch: Batch) -> Tensor:
         """Hidden states [M, hidden] from the stage before (None on the first) → those of this stage's last layer."""
@@ -119,7 +132,7 @@ class Decoder:
                 x = self.embed_norm(x)
         assert x is not None
         for layer, kv in zip(self.layers.values(), cache, strict=True):
-            x = layer(x, kv, batch)
+            x = self.run(layer, x, kv, batch)
         return x
 
     def final(self, x: Tensor) -> Tensor:
@@ -135,14 +148,19 @@ class Decoder:
     def first(self, layers: int) -> Decoder:
         """This decoder without the layers from number ``layers`` on; the two share all parts."""
         kept = {index: layer for index, layer in self.layers.items() if index < layers}
-        return Decoder(kept, self.rope, self.embed, self.embed_norm, self.norm, self.head)
+        return Decoder(kept, self.rope, self.embed, self.embed_norm, self.norm, self.head, self.run)
 
-    def write(self, parameter: str, row: int, part: Part) -> None:
-        """Fill rows ``row`` onwards of a parameter named as in the plan; ``part`` is [rows] or as for `Ops.write`."""
+    def owner(self, parameter: str) -> tuple[Any, str]:
+        """Which part has a parameter of the plan, and as what: a Weight, or a tensor."""
         *path, name = parameter.split(".")
         part_of: Any = self
         for step in path:
             part_of = part_of[int(step)] if step.isdigit() else getattr(part_of, step)
+        return part_of, name
+
+    def write(self, parameter: str, row: int, part: Part) -> None:
+        """Fill rows ``row`` onwards of a parameter named as in the plan; ``part`` is [rows] or as for `Ops.write`."""
+        part_of, name = self.owner(parameter)
         target = getattr(part_of, name)
         if isinstance(target, Weight):
             part_of.ops.write(target, row, part)
@@ -162,11 +180,17 @@ def build(
     dtype: torch.dtype,
     positions: int,
     device: torch.device,
+    elsewhere: Container[int] = (),
+    run: RunLayer = run_layer,
 ) -> Decoder:
     """The decoder of one shard with zeroed weights of ``dtype``, to be filled through ``write``.
 
-    Every shape comes from ``plan``; ``positions`` bounds the rope table.
+    Every shape comes from ``plan``; ``positions`` bounds the rope table. Weights of layers that are ``elsewhere`` have
+    shapes and no memory (torch's meta device).
     """
+
+    def home(parameter: str) -> torch.device:
+        return torch.device("meta") if layer_of(parameter) in elsewhere else device
 
     def rows(parameter: str) -> int:
         return sum(placement.rows.size for placement in plan[parameter])
@@ -175,19 +199,21 @@ def build(
         first, cols = plan[parameter][0], plan[parameter][0].cols
         assert cols is not None
         if first.quantize is None:
-            return ops.weight(rows(parameter), cols.size, dtype, device)
+            return ops.weight(rows(parameter), cols.size, dtype, home(parameter))
         group = first.group
-        return ops.quantised(rows(parameter), cols.size, first.quantize.bits, group, cols.start % group, device)
+        return ops.quantised(
+            rows(parameter), cols.size, first.quantize.bits, group, cols.start % group, home(parameter)
+        )
 
     def bias(path: str) -> Tensor | None:
         name = path + ".bias"
-        return torch.zeros(rows(name), dtype=ops.compute, device=device) if name in plan else None
+        return torch.zeros(rows(name), dtype=ops.compute, device=home(name)) if name in plan else None
 
     def linear(path: str) -> Linear:
         return Linear(ops, weight(path + ".weight"), bias(path))
 
     def norm(path: str) -> Norm:
-        return Norm(ops, config.hidden_size, config.norm_eps, path + ".bias" in plan, device)
+        return Norm(ops, config.hidden_size, config.norm_eps, path + ".bias" in plan, home(path))
 
     def mlp(at: str) -> MLP | MoE:
         chunks = shard.mlp_chunks
@@ -207,7 +233,7 @@ def build(
 
     def head_norm(path: str) -> HeadNorm | None:
         present = path + ".q" in plan
-        return HeadNorm(ops, config.head_dim, config.norm_eps, shard.heads.size, device) if present else None
+        return HeadNorm(ops, config.head_dim, config.norm_eps, shard.heads.size, home(path)) if present else None
 
     rope = RopeTable(config.rope, positions, ops.compute, device) if config.rope is not None else None
     own = slopes(config.num_heads, config.alibi)[shard.heads.start : shard.heads.stop] if config.alibi else None
@@ -232,4 +258,4 @@ def build(
     if shard.last:
         shared = embed.weight if embed is not None and "head.weight" not in plan else None
         head = Linear(ops, shared or weight("head.weight"), None)
-    return Decoder(layers, rope, embed, embed_norm, norm("norm") if shard.last else None, head)
+    return Decoder(layers, rope, embed, embed_norm, norm("norm") if shard.last else None, head, run)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwise.config import MAX_DRAFTS
+from shardwise.features import MAX_DRAFTS
 from shardwise.schedule.blocks import BlockPool
 from shardwise.schedule.sequence import Sequence
 from shardwise.schedule.speculation import Speculator

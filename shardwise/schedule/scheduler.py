@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from shardwise.config import BLOCK, Speculation
+from shardwise.config import BLOCK
+from shardwise.features import Speculation
 from shardwise.schedule.blocks import BlockPool
 from shardwise.schedule.drafts import Drafts
 from shardwise.schedule.gate import Gate

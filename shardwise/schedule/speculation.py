@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from shardwise.config import MAX_DRAFTS, Speculation
+from shardwise.features import MAX_DRAFTS, Speculation
 from shardwise.schedule.cost import Cost, Line
 from shardwise.schedule.ngram import Lookup, continuation
 from shardwise.schedule.odds import Odds

@@ -107,6 +107,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Of each chunk, the sum of the pooled hidden states: little-endian int64, one a dimension, in units of 1 / GRAIN.
 
     Nothing where none was asked for or they are no finite numbers. An empty list stands for nothing everywhere."""
+    said: str = ""
+    """What people must be told, once."""
 
     @property
     def pooled(self) -> list[bytes]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.config import Quantization
+from shardwise.features import Quantization
 
 MAX_HEADER = 100_000_000
 """Bytes a header or an index file may have (safetensors' own limit)."""

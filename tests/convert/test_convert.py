@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.config import Quantization, Speculation
 from shardwise.convert.job import Job, convert
 from shardwise.convert.names import ENDS, META, TORCHTUNE
+from shardwise.features import Quantization, Speculation
 from shardwise.models.families.llama import GGUF_LAYER
 from shardwise.open import open_tokenizer
 from shardwise.runtime.source import open_source

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import BLOCK, Speculation
+from shardwise.config import BLOCK
+from shardwise.features import Speculation
 from shardwise.params import SamplingParams
 from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import MAX_DRAFTS, Speculation
+from shardwise.features import MAX_DRAFTS, Speculation
 from shardwise.schedule.speculation import EVERY, EXPERIMENTS, Drafting, Speculator, Tally
 
 DRAFT = Speculation("draft", model="small")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.config import Quantization
+from shardwise.features import Quantization
 from shardwise.models.config import ModelConfig
 from shardwise.models.families.bloom import BLOOM
 from shardwise.models.families.family import Family
