@@ -16,7 +16,6 @@ import typer
 from shardwise.config import EngineConfig, Layout
 from shardwise.convert.command import convert_checkpoint
 from shardwise.evaluation import evaluation
-from shardwise.features import Speculation
 from shardwise.mapping.command import map_inputs
 from shardwise.options import (
     BatchTokensOption,
@@ -262,10 +261,10 @@ def inspect(
     """Show a model's numbers and what each rank would hold, without reading weights."""
     from shardwise.describe import describe, show
 
-    engine = EngineConfig(
-        layout=Layout.parse(layout),
+    engine = EngineConfig.read(
+        layout,
         dtype=dtype,
-        quantize=quantization(quantize),
+        quantize=quantize,
         device=device,
         split=numbers("split", split, float),
         stages=numbers("stages", stages, int),
@@ -273,8 +272,8 @@ def inspect(
         kv_tokens=kv_tokens,
         max_batch_tokens=max_batch_tokens,
         max_num_seqs=max_num_seqs,
-        speculate=Speculation.parse(speculate) if speculate is not None else None,
-        max_memory=memory(max_memory),
+        speculate=speculate,
+        max_memory=max_memory,
         offload_dir=offload_dir,
     )
     document = describe(model, engine)
@@ -294,11 +293,11 @@ app.command("map")(map_inputs)
 
 def _lend(arguments: list[str]) -> None:
     """In a world of torchrun's only the process of rank 0 runs the command; others lend it their host, and exit."""
-    from shardwise.runtime.hosts.agent import attend
-
     world = find_world(os.environ)
     if world is None or not world.rank or arguments[:1] == ["map"]:  # which gives each process its share
         return
+    from shardwise.runtime.hosts.agent import attend
+
     sys.exit(attend(world) if arguments[:1] and arguments[0] in SPREAD and "--help" not in arguments else 0)
 
 

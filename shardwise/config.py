@@ -6,8 +6,9 @@ Knows nothing of models, processes or tensors; anyone may import it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.features import DTYPES, Compile, MaxMemory, Quantization, Speculation
 
@@ -74,6 +75,15 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside layout {self} of {self.world_size} ranks")
         return Coordinates(dp=rank // self.replica_size, tp=rank % self.tp, pp=rank % self.replica_size // self.tp)
+
+
+TEXTS: dict[str, Any] = {
+    "quantize": Quantization,
+    "speculate": Speculation,
+    "compile": Compile,
+    "max_memory": MaxMemory,
+}
+"""Fields of EngineConfig that can be said in one text."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +167,14 @@ class EngineConfig:
                 )
         elif self.offload_dir is not None:
             raise ValueError("offload_dir is for what max_memory leaves no room for: give both or neither")
+
+    @classmethod
+    def read(cls, layout: str | Layout = "1", **settings: Any) -> EngineConfig:
+        """The fields, of which those may be text that have a ``parse``, as `Layout` has; ``max_memory`` a mapping too.
+
+        Raises ValueError for what can't be.
+        """
+        for name, kind in TEXTS.items():
+            if isinstance(settings.get(name), str) or (kind is MaxMemory and isinstance(settings.get(name), Mapping)):
+                settings[name] = kind.parse(settings[name])
+        return cls(layout=Layout.parse(layout) if isinstance(layout, str) else layout, **settings)

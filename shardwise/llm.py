@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from shardwise.config import EngineConfig, Layout
 from shardwise.engine import Output
-from shardwise.features import Compile, MaxMemory, Quantization, Speculation
 from shardwise.intake import Messages, Prompt
 from shardwise.open import open_model
 from shardwise.outputs import CompletionOutput, RequestOutput
@@ -41,15 +40,7 @@ class LLM:
         generation_config: bool = True,
         **settings: Any,
     ) -> None:
-        if isinstance(settings.get("speculate"), str):
-            settings["speculate"] = Speculation.parse(settings["speculate"])
-        if isinstance(settings.get("quantize"), str):
-            settings["quantize"] = Quantization.parse(settings["quantize"])
-        if isinstance(settings.get("compile"), str):
-            settings["compile"] = Compile.parse(settings["compile"])
-        if isinstance(settings.get("max_memory"), str | Mapping):
-            settings["max_memory"] = MaxMemory.parse(settings["max_memory"])
-        config = EngineConfig(layout=Layout.parse(layout) if isinstance(layout, str) else layout, **settings)
+        config = EngineConfig.read(layout, **settings)
         opened = open_model(model, config, generation_config=generation_config, on_progress=on_progress, start=launch)
         self.source, self.tokenizer, self.eos = opened.source, opened.tokenizer, opened.eos
         self.defaults = opened.defaults

@@ -5,7 +5,6 @@ The actor forks its ranks itself, so all of them are on its host and use what Ra
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +18,7 @@ def engine_config(layout: str | Layout, device: str, threads: int, settings: Map
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, for Ray to find a place, not {device!r}")
-    chosen = dict(settings)
-    for name, hint in typing.get_type_hints(EngineConfig).items():
-        kinds = [kind for kind in typing.get_args(hint) if hasattr(kind, "parse")]
-        if kinds and isinstance(chosen.get(name), str | Mapping):
-            chosen[name] = kinds[0].parse(chosen[name])
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    return EngineConfig(layout=layout, device=device, threads=threads, isolate=True, **chosen)
+    return EngineConfig.read(layout, device=device, threads=threads, isolate=True, **settings)
 
 
 def resources(engine: EngineConfig) -> dict[str, int]:

@@ -42,11 +42,24 @@ def library() -> tuple[Path, str]:
     compiler = find_compiler()
     version = _run([*compiler, "--version"]).splitlines()[0]
     digest = _digest(" ".join(compiler), version, platform.machine(), *sorted(flags))
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
-    target = directory / f"kernels-{digest}.so"
+    target = cache_directory() / f"kernels-{digest}.so"
     if not target.is_file():
         compile_library(target, "native", compiler)
     return target, f"compiled for this CPU by {version}"
+
+
+def have_library() -> bool:
+    """Is there a `library`, or can it be had? Then it is there from now on."""
+    try:
+        library()
+    except BuildError:
+        return False
+    return True
+
+
+def cache_directory() -> Path:
+    """Where all that is made for this user and machine is kept; it need not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
 
 
 def prebuilt_name(level: str) -> str:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.config import Layout
 from shardwise.mapping.config import MapConfig, read_settings
-from shardwise.mapping.job import Job
 from shardwise.mapping.source import open_lines
 from shardwise.options import (
     CompileModeOption,
@@ -27,6 +26,9 @@ from shardwise.options import (
     compilation,
 )
 from shardwise.progress import bar, say
+
+if TYPE_CHECKING:
+    from shardwise.mapping.job import Job
 
 STREAM = Path("-")
 
@@ -66,6 +68,8 @@ def map_inputs(
     if file is not None and input.exists() and file.exists() and os.path.samefile(input, file):
         raise ValueError(f"--output {output} is the input itself: give another name")
     began = monotonic()
+    from shardwise.mapping.job import Job
+
     job = Job(config, open_lines(input), file, overwrite)
     resumed = job.journal.resumed
     if resumed:

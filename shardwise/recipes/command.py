@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from shardwise.recipes.recipe import open_recipe
 from shardwise.recipes.shipped import names, shipped, title
 
 recipes = typer.Typer(no_args_is_help=True, help="Recipes: a model, a layout, sampling and a prompt in one file.")
@@ -20,6 +19,8 @@ NameArgument = Annotated[str, typer.Argument(help="A recipe's name; `shardwise r
 def list_recipes(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
     """List the recipes that come with shardwise."""
     if as_json:
+        from shardwise.recipes.recipe import open_recipe
+
         found = {name: open_recipe(name)[0] for name in names()}
         told = [
             {"name": name, "title": title(name), "model": each.model, "layout": str(each.settings.get("layout", "1"))}

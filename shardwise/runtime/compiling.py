@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.features import Compile
+from shardwise.kernels.build import cache_directory
 from shardwise.models.batch import KV, Batch
 from shardwise.models.decoder import Decoder, Layer
 from shardwise.models.moe import MoE
@@ -185,7 +186,7 @@ def private_cache() -> Path:
     Beside the compiled kernels (see `kernels.build`), and not below /tmp, where torch has it. Raises ValueError if it
     can't be had.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+    home = cache_directory()
     directory = home / "inductor"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -16,7 +16,7 @@ import msgspec
 
 from shardwise.config import BLOCK, EngineConfig
 from shardwise.features import Quantization
-from shardwise.kernels.build import BuildError, library
+from shardwise.kernels.build import have_library
 from shardwise.parallel.seal import own_address
 from shardwise.runtime.backends import check_backend
 from shardwise.runtime.draft_plan import DraftPlan, plan_draft
@@ -306,11 +306,7 @@ def _transport(device: str) -> str:
     """The fastest way between ranks of one host: shared memory needs the compiled waits, gloo works everywhere."""
     if device == "cuda":
         return "nccl"
-    try:
-        library()
-    except BuildError:
-        return "gloo"
-    return "shm"
+    return "shm" if have_library() else "gloo"
 
 
 def runner_spec(plan: RunPlan) -> RunnerSpec:

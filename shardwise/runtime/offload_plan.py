@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.config import BLOCK, EngineConfig
 from shardwise.features import Quantization
-from shardwise.kernels.build import BuildError, library
+from shardwise.kernels.build import cache_directory, have_library
 from shardwise.models.config import ModelConfig
 from shardwise.runtime.draft_plan import DraftPlan
 from shardwise.runtime.rank_plan import BYTES, RankPlan, compute_bytes
@@ -153,8 +153,7 @@ def plan_offload(
         least = max(least, min(budget.tokens(wanted, longest) // BLOCK * BLOCK for budget in budgets))
     share = (engine.max_memory.host or 0) // local if device == "cuda" else 0
     homes = [budget.homes(least, share) for budget in budgets]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
-    directory = str(Path(engine.offload_dir).absolute() if engine.offload_dir is not None else cache)
+    directory = str(Path(engine.offload_dir).absolute() if engine.offload_dir is not None else cache_directory())
     plan = OffloadPlan(
         num_blocks=least // BLOCK,
         limits=tuple(budget.limit for budget in budgets),
@@ -235,13 +234,7 @@ def _step(engine: EngineConfig, config: ModelConfig, dtype: str, rank: RankPlan)
 
 def _is_native(engine: EngineConfig, device: str) -> bool:
     """Will the kernels be those in C, which read weights as they are?"""
-    if device != "cpu" or engine.kernels == "torch":
-        return False
-    try:
-        library()
-    except BuildError:
-        return False
-    return True
+    return device == "cpu" and engine.kernels != "torch" and have_library()
 
 
 def _opened(dtype: str, quantize: Quantization | None, rank: RankPlan) -> int:

@@ -139,7 +139,7 @@ class Guard:
                 check_document(body)
             if config.log_prompts:
                 scope["state"]["log"] = {"body": body.decode(errors="replace")}
-        return await self._app(scope, _replay(body, receive), answer)
+        return await self._app(scope, replay(body, receive), answer)
 
     def _check_host(self, host: str) -> None:
         """A page whose name was made to point here (DNS rebinding) is told by the name that it sends."""
@@ -235,7 +235,7 @@ async def _read(receive: Receive, most: int) -> bytes | None:
             return bytes(body)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """``receive`` that begins with a body which was read before."""
     told = False
 

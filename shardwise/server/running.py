@@ -9,14 +9,14 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from shardwise.config import BLOCK
 from shardwise.engine import Output
@@ -27,6 +27,7 @@ from shardwise.server.deps import Deps
 from shardwise.server.errors import ApiError
 from shardwise.server.fields import Fields
 from shardwise.server.service import Cut, Stream
+from shardwise.server.waiting import ClientGone, Streamed, watched
 
 INTERNAL = "internal error"
 DONE = b"data: [DONE]\n\n"
@@ -39,10 +40,6 @@ Prepare = Callable[[], Sequence[Prepared]]
 """Makes a call's requests; run in a thread. May raise ValueError, with the remedy, and ApiError."""
 
 log = logging.getLogger("shardwise")
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 def prepare(
@@ -266,31 +263,22 @@ async def stream(
     return EventStream(running, events(running), end)
 
 
-class EventStream(Response):
-    """Sends frames as they come until the client goes."""
-
-    media_type = "text/event-stream"
+class EventStream(Streamed):
+    """Frames, and ``end`` after the last one."""
 
     def __init__(self, running: Running, frames: AsyncGenerator[bytes, None], end: bytes) -> None:
-        self.background = None
-        self.status_code = 200
-        self.init_headers({"x-accel-buffering": "no"})
+        super().__init__("text/event-stream")
         self._running = running
         self._frames = frames
         self._end = end
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The response, as ASGI calls it."""
-        try:
-            await watched(receive, self._send(send))
-        except (ClientGone, OSError):
-            pass
-        finally:
-            self._running.close()
-            await self._frames.aclose()
+    async def close(self) -> None:
+        """See `Streamed`."""
+        self._running.close()
+        await self._frames.aclose()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def send(self, send: Send) -> None:
+        """See `Streamed`."""
         request_id = self._running.request_id
         try:
             async for data in self._frames:
@@ -313,23 +301,3 @@ def frame(document: dict[str, Any], event: str | None = None) -> bytes:
 def reply(document: dict[str, Any]) -> Response:
     """An answer in JSON."""
     return Response(msgspec.json.encode(document), media_type="application/json")
-
-
-async def watched(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, unless the client goes before it is done: then it is cancelled, and ClientGone raised."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

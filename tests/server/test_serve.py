@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -26,6 +26,9 @@ from tests.tiny import save_text_model
 
 KEY = "sk-of-the-tests"
 KEYED = {"Authorization": f"Bearer {KEY}"}
+
+
+Started = TypeVar("Started", bound="Process")
 
 
 class Process:
@@ -101,7 +104,13 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextmanager
 def serve(model: Path, *arguments: str, **environment: str) -> Iterator[Process]:
-    process = Process(model, *arguments, **environment)
+    with kept(Process(model, *arguments, **environment)) as process:
+        yield process
+
+
+@contextmanager
+def kept(process: Started) -> Iterator[Started]:
+    """A server that is gone afterwards, with all its family."""
     family: list[psutil.Process] = []
     try:
         yield process

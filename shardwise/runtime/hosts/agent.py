@@ -34,7 +34,7 @@ from shardwise.runtime.hosts.link import (
     Refuse,
     Stopped,
 )
-from shardwise.runtime.hosts.store import GONE
+from shardwise.runtime.hosts.store import GONE, store_command
 from shardwise.runtime.processes import COMMAND
 from shardwise.runtime.spawn import ForkServer, Process, environment
 from shardwise.world import World
@@ -196,8 +196,6 @@ class Finder:
             self._address = join_address(world.master, world.port)
             self._found.set()
             return
-        from shardwise.runtime.hosts.front import store_command
-
         self._watch = subprocess.Popen(
             store_command(world),
             stdin=subprocess.DEVNULL,

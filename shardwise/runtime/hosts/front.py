@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from signal import SIGKILL
@@ -36,6 +36,7 @@ from shardwise.runtime.hosts.link import (
     Refuse,
     Stopped,
 )
+from shardwise.runtime.hosts.store import store_command
 from shardwise.runtime.spawn import Output, Process, Source, environment
 from shardwise.world import World
 
@@ -319,9 +320,3 @@ class Hosts:
         )
         if done.returncode:
             print(f"shardwise: {done.stderr.decode(errors='replace').strip()[-400:]}", file=sys.stderr)
-
-
-def store_command(world: World) -> Sequence[str]:
-    """The command line of `store`, to which an address may be added."""
-    where = [str(os.getpid()), world.master, str(world.port), f"shardwise/{world.run}/front"]
-    return [sys.executable, "-m", "shardwise.runtime.hosts.store", *where]

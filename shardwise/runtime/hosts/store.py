@@ -9,16 +9,24 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 
 from shardwise.runtime.forkserver import die_with
+from shardwise.world import World
 
 LOOK = 0.5
 """Seconds between looks."""
 GONE, REFUSED = 60.0, 10.0
 """Seconds after which a store that can't be reached is gone, and with it the front; and one whose port is closed."""
 CALL = timedelta(seconds=10)
+
+
+def store_command(world: World) -> Sequence[str]:
+    """The command line of this module, to which an address may be added."""
+    where = [str(os.getpid()), world.master, str(world.port), f"shardwise/{world.run}/front"]
+    return [sys.executable, "-m", "shardwise.runtime.hosts.store", *where]
 
 
 def main(parent: int, host: str, port: int, key: str, address: str | None) -> None:

@@ -9,14 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from shardwise.engine import Output
 from shardwise.intake import Prepared
@@ -25,10 +24,11 @@ from shardwise.server.admission import Refused
 from shardwise.server.deps import Deps
 from shardwise.server.document import check_document
 from shardwise.server.errors import ApiError
-from shardwise.server.running import ClientGone, compiled, salt_of, watched
+from shardwise.server.running import compiled, salt_of
 from shardwise.server.service import Cut, Service, Stream
 from shardwise.server.store.errors import NO_WORKER, StoreError, told
 from shardwise.server.store.payload import one_of, parts_of
+from shardwise.server.waiting import ClientGone, Streamed, watched
 from shardwise.store.styles import Asked, Call
 
 if TYPE_CHECKING:
@@ -246,27 +246,19 @@ class Answer:
         return output
 
 
-class Pieces(Response):
-    """Sends the text piece by piece, chunked. Where it can't go on, the connection ends without an end of the body."""
-
-    media_type = TEXT
+class Pieces(Streamed):
+    """The text piece by piece, chunked. Where it can't go on, the connection ends without an end of the body."""
 
     def __init__(self, answer: Answer) -> None:
-        self.background = None
-        self.status_code = 200
-        self.init_headers({"x-accel-buffering": "no"})
+        super().__init__(TEXT)
         self._answer = answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The response, as ASGI calls it."""
-        try:
-            with suppress(ClientGone, OSError):
-                await watched(receive, self._send(send))
-        finally:
-            self._answer.close()
+    async def close(self) -> None:
+        """See `Streamed`."""
+        self._answer.close()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def send(self, send: Send) -> None:
+        """See `Streamed`."""
         try:
             async for text in self._answer.pieces():
                 if text:

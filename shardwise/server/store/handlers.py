@@ -12,15 +12,15 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from shardwise.server.config import ServerConfig
 from shardwise.server.metrics import resident_bytes
-from shardwise.server.running import ClientGone, watched
 from shardwise.server.store.apart import apart
 from shardwise.server.store.errors import NO_WORKER, StoreError
 from shardwise.server.store.figures import Tally
 from shardwise.server.store.payload import parts_of
+from shardwise.server.waiting import ClientGone, Streamed, watched
 from shardwise.store.custom import Custom, HandlerFailure
 from shardwise.store.jobs import Busy, Job, Piece
 from shardwise.store.jobs import Request as Asked
@@ -221,27 +221,20 @@ class Answer:
             self._tally.done(time.monotonic() - self.began)
 
 
-class Pieces(Response):
-    """Sends pieces as they come, chunked. After an error the connection ends without an end of the body."""
+class Pieces(Streamed):
+    """Pieces as they come, chunked. After an error the connection ends without an end of the body."""
 
     def __init__(self, answer: Answer, first: Piece) -> None:
-        self.background = None
-        self.status_code = first.status
-        self.media_type = first.content_type
-        self.init_headers({**first.headers, "x-accel-buffering": "no"})
+        super().__init__(first.content_type, first.status, first.headers)
         self._answer = answer
         self._first = first
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The response, as ASGI calls it."""
-        try:
-            with suppress(ClientGone, OSError):
-                await watched(receive, self._send(send))
-        finally:
-            self._answer.close()
+    async def close(self) -> None:
+        """See `Streamed`."""
+        self._answer.close()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def send(self, send: Send) -> None:
+        """See `Streamed`."""
         piece = self._first
         while True:
             if piece.status >= 400:

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardwise.server import tokens
 from shardwise.server.app import SUBMITTING, bare_app
 from shardwise.server.deps import Deps
 from shardwise.server.errors import ApiError
+from shardwise.server.guard import replay
 from shardwise.server.models import model_card
 from shardwise.server.running import reply, turn_away
 from shardwise.server.store.engines import EngineModel
@@ -44,7 +45,7 @@ class Door:
         if model.routes is None:
             lent = cast(Deps, Lent(deps))
             model.routes = bare_app([module.router(lent) for module in (*SUBMITTING, tokens)])
-        return await model.routes(scope, _again(body, receive), send)
+        return await model.routes(scope, replay(body, receive), send)
 
     def _model(self, body: bytes, *, optional: bool) -> tuple[EngineModel, Deps]:
         document = json.loads(body) if body else None  # the guard has looked at it
@@ -103,16 +104,3 @@ def router(registry: Registry) -> APIRouter:
             return []
 
     return routes
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    told = False
-
-    async def again() -> Message:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again

@@ -25,7 +25,7 @@ from shardwise.cli import app
 from tests.server.conftest import wait_for
 from tests.server.store.conftest import save_folder
 from tests.server.store.test_management import save_archive
-from tests.server.test_serve import Process, gone
+from tests.server.test_serve import Process, gone, kept
 
 PROMPT = "The capital of France"
 
@@ -41,16 +41,8 @@ class StoreProcess(Process):
 
 @contextmanager
 def serve_store(store: Path, *arguments: str, **environment: str) -> Iterator[StoreProcess]:
-    process = StoreProcess(store, "--management-port", "0", *arguments, **environment)
-    family: list[psutil.Process] = []
-    try:
+    with kept(StoreProcess(store, "--management-port", "0", *arguments, **environment)) as process:
         yield process
-    finally:
-        if process.popen.poll() is None:
-            family = process.family()
-            process.popen.kill()
-            process.end(20)
-        gone(family, 20)
 
 
 @pytest.mark.slow
