@@ -46,6 +46,8 @@ class Output:
     """Of the prompt's next tokens, from its second one on, if the request wants them."""
     error: str = ""
     """A sentence to go with "error"."""
+    unsatisfiable: bool = False
+    """The error is the request's: nothing may follow under the constraints that it asks for."""
     drafts: Tally | None = None
     """What became of its drafts so far, with speculation."""
     embedding: list[float] = field(default_factory=list)
@@ -241,6 +243,7 @@ class Engine:
             logprobs=[logprob for _, _, _, logprob in ready if logprob is not None],
             prompt_logprobs=news.prompt_logprobs,
             error=sequence.error,
+            unsatisfiable=sequence.unsatisfiable,
             drafts=sequence.drafting.tally if sequence.drafting is not None else None,
             embedding=sequence.embedding if sequence.request.pooling and sequence.finish_reason == "length" else [],
         )

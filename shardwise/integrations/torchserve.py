@@ -94,7 +94,8 @@ class ShardwiseHandler:
                 async for piece in pieces:
                     told.append((time.monotonic(), len(piece.token_ids)))
                     if piece.finish_reason == "error":
-                        return _refuse(context, at, HTTPStatus.INTERNAL_SERVER_ERROR, piece.error)
+                        status = HTTPStatus.BAD_REQUEST if piece.unsatisfiable else HTTPStatus.INTERNAL_SERVER_ERROR
+                        return _refuse(context, at, status, piece.error)
                     if not self._config.stream:
                         text += piece.text
                     elif piece.text:

@@ -255,7 +255,10 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
     while at < size:
         if deadline is not None:
             connection.settimeout(max(deadline - monotonic(), 0.001))
-        count = connection.recv_into(view[at:])
+        try:
+            count = connection.recv_into(view[at:])
+        except ConnectionResetError:  # it ended before it had read all that we sent
+            count = 0
         if not count:
             raise ConnectionError("the peer has ended the connection")
         at += count

@@ -91,6 +91,8 @@ class Sequence:
     """None while unfinished, then "stop", "length", "abort" or "error"."""
     error: str = ""
     """A sentence to go with "error"."""
+    unsatisfiable: bool = False
+    """The error is the request's: nothing may follow under the constraints that it asks for."""
 
     def __post_init__(self) -> None:
         params = self.request.params
@@ -238,9 +240,11 @@ class Sequence:
             self.constraint.advance(token)
             ended = self.constraint.ended(self.tokens)
         except Exception as error:
-            ended = "error", f"its constraint failed: {type(error).__name__}: {error}"
+            self.finish_reason, self.error = "error", f"its constraint failed: {type(error).__name__}: {error}"
+            return
         if ended is not None:
             self.finish_reason, self.error = ended
+            self.unsatisfiable = self.finish_reason == "error"
 
 
 class News(NamedTuple):

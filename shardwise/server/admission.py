@@ -98,10 +98,8 @@ class Admission:
         self._waiting_tokens = 0
         self._next_number = 0
         self._closed = False
-        self._since = 0.0
-        """Since when work is going on that no ended request has been measured with."""
-        self._ended_tokens = self._ended_seconds = 0.0
-        """What ended requests had asked for, and the time in which they ended; the past counts less and less."""
+        self._ended_tokens = self._ended_seconds = self._ended_at = 0.0
+        """What ended requests might have needed and how long they ran, in all; the past counts less and less."""
 
     @property
     def num_waiting(self) -> int:
@@ -127,13 +125,14 @@ class Admission:
     def retry_after(self) -> int:
         """Whole seconds in which, as fast as of late, all that is here will be done; at least 1.
 
-        Requests in the queue are measured by what they may need, and so is the rate at which they end: so it does not
-        matter if most need less. No more than the queue's time limit, after which none of them waits.
+        Requests in the queue are measured by what they may need, and so is how long others ran: so it does not matter
+        if most need less. By Little's law, of as many that run at a time as do now. No more than the queue's time
+        limit, after which none of them waits.
         """
         if not self._ended_tokens:
             return 1
         ahead = self._waiting_tokens + (self._tokens.total - self._waiting_tokens) / 2  # what runs is half done
-        seconds = ahead * self._ended_seconds / self._ended_tokens
+        seconds = ahead * self._ended_seconds / self._ended_tokens / max(1, self._parts.total - self._num_waiting)
         return max(1, math.ceil(min(seconds, self._queue_timeout)))
 
     def check(self, cost: int = 1, parts: int = 1, *, key: str) -> None:
@@ -168,8 +167,6 @@ class Admission:
         taken: list[Ticket] = []
         while room > 0 and (ticket := self._queue.take()) is not None:
             ticket.started = self._clock()
-            if not self._running:
-                self._since = ticket.started
             self._forget_waiting(ticket)
             self._running.add(ticket)
             taken.append(ticket)
@@ -209,8 +206,9 @@ class Admission:
         self._waiting_tokens -= ticket.cost
 
     def _measure(self, ticket: Ticket) -> None:
+        assert ticket.started is not None
         now = self._clock()
-        fade = math.exp((self._since - now) / MEMORY)
-        self._ended_seconds = self._ended_seconds * fade + now - self._since
+        fade = math.exp((self._ended_at - now) / MEMORY)
+        self._ended_seconds = self._ended_seconds * fade + (now - ticket.started) * ticket.parts
         self._ended_tokens = self._ended_tokens * fade + ticket.cost
-        self._since = now
+        self._ended_at = now

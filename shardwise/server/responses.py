@@ -174,7 +174,8 @@ class Answer:
             async for event in self._pieces(running, reading, items):
                 yield self._frame(event)
         except ApiError as error:
-            failed = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+            code = "invalid_prompt" if error.status == 400 else "server_error"
+            failed = {"status": "failed", "error": {"code": code, "message": error.message}}
             document = {**self._document(running, reading, items), **failed}
             yield self._frame({"type": "response.failed", "response": document})
             return

@@ -186,6 +186,8 @@ class Running:
         except Cut as cut:
             retry_after = self._deps.service.admission.retry_after if cut.status in (429, 503) else None
             raise ApiError(cut.status, str(cut), retry_after=retry_after) from None
+        if output.unsatisfiable:
+            raise ApiError(400, output.error)
         if output.finish_reason == "error":
             log.error("request %s failed: %r", self.request_id, output.error)
             raise ApiError(500, INTERNAL)

@@ -654,6 +654,20 @@ def test_a_poisoned_request(text_model: Path, monkeypatch: pytest.MonkeyPatch, a
         wait_for(lambda: api.deps.service.num_open == 0)
 
 
+def test_a_request_that_leads_nowhere(text_model: Path) -> None:
+    """Guards against an internal error, and an operator's alarm, where nothing fits all that the request itself asks."""
+    with server(text_model) as api:
+        letter = api.http.post("/tokenize", json={"prompt": "h", "add_special_tokens": False}).json()["tokens"]
+        body = {"max_tokens": 8, "guided_regex": "hhhi", "allowed_token_ids": letter}
+        answer = api.send(prompt="oh", **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["message"].startswith("no token satisfies allowed_token_ids, bad_words")
+        *pieces, last = api.events(prompt="oh", **body)
+        assert (len(pieces), last["error"]["message"]) == (2, error["message"])
+        wait_for(lambda: api.deps.service.num_open == 0)
+
+
 def clone(source: Path, path: Path, backend: dict[str, Any], **settings: str) -> None:
     """The model with another tokenizer."""
     for file in source.iterdir():

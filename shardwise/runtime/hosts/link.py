@@ -5,6 +5,7 @@ Plain data; knows processes by number, and not what passes between them and the 
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -100,6 +101,8 @@ class Link:
         self._sealed, self._heed, self._lost = sealed, heed, lost
         self._queue: SimpleQueue[Message | None] = SimpleQueue()
         self._sent = threading.Event()
+        self._why = ""
+        """Why it has ended."""
         sealed.connection.settimeout(SILENCE)
         for work in (self._read, self._write):
             threading.Thread(target=work, name="link", daemon=True).start()
@@ -117,23 +120,22 @@ class Link:
 
     def _read(self) -> None:
         decoder = msgspec.msgpack.Decoder(Message)
-        why = "the connection has ended"
         try:
             while True:
                 message: Message = decoder.decode(self._sealed.receive())
                 if not isinstance(message, Beat):
                     self._heed(message)
         except TimeoutError:
-            why = f"nothing was heard for {SILENCE:g} s"
+            self._why = f"nothing was heard for {SILENCE:g} s"
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            why = str(error) or why
+            self._why = self._why or str(error)
         finally:
             self.close()
-            self._lost(self, why)
+            self._lost(self, self._why)
 
     def _write(self) -> None:
         encoder = msgspec.msgpack.Encoder()
-        with suppress(OSError):
+        try:
             while True:
                 try:
                     message = self._queue.get(timeout=BEAT)
@@ -142,5 +144,10 @@ class Link:
                 if message is None:
                     break
                 self._sealed.send(encoder.encode(message))
+        except TimeoutError:
+            self._why = f"nothing was taken for {SILENCE:g} s"
+        except OSError:
+            pass  # what has come can still be read, and then why it has ended
         self._sent.set()
-        self._sealed.close()
+        with suppress(OSError):
+            self._sealed.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which closes it

@@ -236,6 +236,8 @@ class Answer:
             retry_after = service.admission.retry_after if cut.status in (429, 503) else None
             raise StoreError(cut.status, cut_of(service, cut), retry_after=retry_after) from None
         self._last = time.monotonic()
+        if output.unsatisfiable:
+            raise StoreError(400, output.error)
         if output.finish_reason == "error":
             number = getattr(self._request.state, "request_id", None)
             log.error("request %s failed: %r", number, output.error)
