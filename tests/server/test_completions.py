@@ -655,7 +655,7 @@ def test_a_poisoned_request(text_model: Path, monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_a_request_that_leads_nowhere(text_model: Path) -> None:
-    """Guards against an internal error, and an operator's alarm, where nothing fits all that the request itself asks."""
+    """Guards against an internal error, and an operator's alarm, where nothing fits all that a request asks."""
     with server(text_model) as api:
         letter = api.http.post("/tokenize", json={"prompt": "h", "add_special_tokens": False}).json()["tokens"]
         body = {"max_tokens": 8, "guided_regex": "hhhi", "allowed_token_ids": letter}
