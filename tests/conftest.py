@@ -15,7 +15,9 @@ from tests.backends import Recorder, known
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
 
 settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("random", print_blob=True)  # other examples each time: scripts/test --hypothesis-profile=random
+settings.register_profile(
+    "random", print_blob=True
+)  # other examples each time: scripts/test --hypothesis-profile=random
 settings.load_profile("repeatable")
 
 signal.signal(
