@@ -33,6 +33,7 @@ from shardwise.options import (
     ModelOption,
     OffloadOption,
     PrefixOption,
+    ProfileOption,
     QuantizeOption,
     SequencesOption,
     SpeculateOption,
@@ -160,6 +161,7 @@ def generate(
     compile_options: CompileOptionsOption = None,
     max_memory: MemoryOption = None,
     offload_dir: OffloadOption = None,
+    profile: ProfileOption = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is generated (one prompt).")] = False,
     as_json: JsonOption = False,
 ) -> None:

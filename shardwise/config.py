@@ -114,6 +114,8 @@ class EngineConfig:
     max_memory: MaxMemory | None = None
     offload_dir: str | None = None
     """Where weights beyond ``max_memory`` lie, in files without names; None: the user's cache directory."""
+    profile: str | None = None
+    """Directory for a trace of each rank's first steps; see `runtime.profile`."""
     isolate: bool = False
     """Run even a single rank on the CPU in a process of its own, which can die without harm."""
     start_timeout: float = 300.0

@@ -35,6 +35,7 @@ CompileOption = Annotated[
 ]
 CompileModeOption = Annotated[str | None, typer.Option(help="The backend's mode, such as max-autotune.")]
 CompileOptionsOption = Annotated[str | None, typer.Option(help="The backend's options as a JSON object; dynamic too.")]
+ProfileOption = Annotated[str | None, typer.Option(help="Directory for a trace of each rank's first steps.")]
 PrefixOption = Annotated[bool, typer.Option(help="Reuse the KV cache of equal beginnings.")]
 
 

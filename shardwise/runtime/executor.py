@@ -44,6 +44,9 @@ class Rank(Protocol):
     def step(self, step: Step) -> StepResult | None:
         """Run one step; the rank that samples (last stage, tp rank 0) returns its result, the others None."""
 
+    def close(self) -> None:
+        """No step follows; harmless when repeated. Not called after a step that failed."""
+
 
 class Executor(Protocol):
     """Runs steps on all ranks of one replica. Used by one thread; any method may raise RankFailure."""

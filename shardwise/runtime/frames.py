@@ -48,6 +48,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     slot_bytes: int = 16 << 20
     timeout: float = 60.0
     """Seconds that a collective may take."""
+    grace: float = 1.0
+    """Seconds that it gets to end by itself."""
     host: int = 0
     """Where it runs, counted among the hosts of the replica."""
     hosts: list[int] = []

@@ -19,6 +19,7 @@ from shardwise.features import Quantization
 from shardwise.kernels.build import have_library
 from shardwise.parallel.seal import own_address
 from shardwise.runtime.backends import check_backend
+from shardwise.runtime.disk import check_writable
 from shardwise.runtime.draft_plan import DraftPlan, plan_draft
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.forks import Forks
@@ -38,6 +39,8 @@ DEFAULT_KV_TOKENS = 32768
 """Tokens of KV cache per replica unless the model's context is longer or memory is short."""
 MAX_SLOT_BYTES = 64 * 2**20
 """Largest shared-memory slot of a rank; what is longer travels in pieces."""
+TRACE_SECONDS = 60.0
+"""Seconds that a rank gets to write its trace."""
 MEMORY_SHARE = 0.5
 """Share of the host's available memory that the default KV caches of all ranks may take."""
 
@@ -183,7 +186,7 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
     """What each rank of a replica is told."""
     engine, layout = plan.engine, plan.engine.layout
     transport = engine.transport if engine.transport != "auto" else _transport(plan.device)
-    runner = msgspec.Raw(msgspec.msgpack.encode(runner_spec(plan)))
+    runner = msgspec.Raw(msgspec.msgpack.encode(runner_spec(plan, replica)))
     row = row_bytes(plan.source.config, plan.ranks, plan.dtype)
     if plan.draft is not None:
         row = max(row, row_bytes(plan.draft.config, plan.draft.ranks, plan.draft.dtype))
@@ -204,6 +207,7 @@ def worker_specs(plan: RunPlan, replica: int) -> list[WorkerSpec]:
             crowded=plan.threads * plan.local_size > num_cores(),
             slot_bytes=-(-slot // 64) * 64,
             timeout=0.9 * engine.step_timeout,  # sooner than the front's, since a peer can name who is missing
+            grace=TRACE_SECONDS if engine.profile is not None else 1.0,
             host=hosts[rank],
             hosts=hosts if far else [],
             front=own_address(world.master) if world is not None and far else "",
@@ -239,6 +243,8 @@ def plan_run(source: Source, engine: EngineConfig, whole: bool = True) -> RunPla
     if longest > config.max_positions:
         raise ValueError(f"max_model_len {longest} is more than the {config.max_positions} positions the model knows")
     device = _device(engine, local)
+    if engine.profile is not None:
+        check_writable("profile", engine.profile)
     if engine.compile is not None:
         check_backend(engine.compile, device, processes=layout.world_size > 1 or engine.isolate)
     dtype = config.dtype if engine.dtype == "auto" else engine.dtype
@@ -309,7 +315,7 @@ def _transport(device: str) -> str:
     return "shm" if have_library() else "gloo"
 
 
-def runner_spec(plan: RunPlan) -> RunnerSpec:
+def runner_spec(plan: RunPlan, replica: int = 0) -> RunnerSpec:
     """What every rank of a replica is told about the model."""
     engine, offload = plan.engine, plan.offload
     draft = plan.draft.spec() if plan.draft is not None else None
@@ -331,4 +337,5 @@ def runner_spec(plan: RunPlan) -> RunnerSpec:
         draft=draft,
         offload=offload.target if offload is not None else None,
         compile=engine.compile,
+        profile=str(Path(engine.profile).absolute() / f"dp{replica}") if engine.profile is not None else None,
     )

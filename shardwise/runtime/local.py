@@ -61,6 +61,7 @@ class InProcessExecutor:
 
     def close(self) -> None:
         """See `Executor`."""
+        self._rank.close()
         self._steps.clear()
         self._signal.close()
 
@@ -156,6 +157,7 @@ class ThreadExecutor:
                 if result is not None:
                     self._results.put(result)
                     self._signal.raise_one()
+            rank.close()
         except Exception as error:
             # The report comes before the peers are woken, so theirs, of a peer that left, can only come after it.
             report(_failure(index, error))

@@ -55,6 +55,11 @@ class ModelMember:
         assert self._runner is not None
         return self._runner.step(step)
 
+    def close(self) -> None:
+        """See `Rank`."""
+        assert self._runner is not None
+        self._runner.close()
+
     def _build(self) -> Runner:
         self._runner = Runner(msgspec.msgpack.decode(self._spec.runner, type=RunnerSpec), self._place, *self._axes)
         return self._runner

@@ -17,6 +17,7 @@ from shardwise.config import BLOCK, EngineConfig
 from shardwise.features import Quantization
 from shardwise.kernels.build import cache_directory, have_library
 from shardwise.models.config import ModelConfig
+from shardwise.runtime.disk import check_writable
 from shardwise.runtime.draft_plan import DraftPlan
 from shardwise.runtime.rank_plan import BYTES, RankPlan, compute_bytes
 from shardwise.runtime.spec import Home, Offload
@@ -285,12 +286,7 @@ def _check_disk(directory: str, size: int) -> None:
     """ValueError unless so many bytes could be written below ``directory``, which may not exist yet."""
     if size == 0:
         return
-    place = Path(directory)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"offload_dir {directory}: nothing can be written there; give a directory on a disk with room")
-    status = os.statvfs(place)
+    status = os.statvfs(check_writable("offload_dir", directory))
     free = status.f_bavail * status.f_frsize
     if free < size:
         raise ValueError(

@@ -28,8 +28,6 @@ COMPLAINTS = ("ConnectionError", "TimeoutError")
 """What a rank raises when the fault is likely a peer's."""
 GRACE, GRACE_FAR = 0.05, 0.5
 """Seconds in which a death, of another host too, may still turn up as the cause of another rank's complaint."""
-POLITE = 1.0
-"""Seconds that ranks get to end by themselves."""
 STOPPED = 5.0
 """Seconds that a rank may stay stopped."""
 LOOK = 0.5
@@ -156,8 +154,8 @@ class ProcessExecutor:
             self._late(waiting[0], late + peers)
 
     def close(self) -> None:
-        """See `Executor`. Ranks that don't end by themselves within a second are killed."""
-        self._end(POLITE)
+        """See `Executor`. Ranks that don't end by themselves within their time of grace are killed."""
+        self._end(max(spec.grace for spec in self._specs))
         self._finalizer()
 
     def kill(self) -> None:

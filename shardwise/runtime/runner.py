@@ -26,6 +26,7 @@ from shardwise.runtime.drafter import Drafter
 from shardwise.runtime.executor import Figures
 from shardwise.runtime.part import Part, make_part
 from shardwise.runtime.pooling import pool
+from shardwise.runtime.profile import Profile, labelled
 from shardwise.runtime.sampler import Sampler
 from shardwise.runtime.spec import RunnerSpec
 from shardwise.schedule.step import Chunk, Step, StepResult
@@ -37,8 +38,13 @@ class Runner:
     def __init__(self, spec: RunnerSpec, coordinates: Coordinates, tp: Axis, pp: Axis) -> None:
         compute = torch.float64 if spec.dtype == "float64" else torch.float32
         self.ops, self.kernels = load_ops(spec.kernels, spec.device, compute)
-        self.pp = pp
         self.device = torch.device(spec.device)
+        self.profile: Profile | None = None
+        if spec.profile is not None:
+            path = Path(f"{spec.profile}.pp{coordinates.pp}.tp{coordinates.tp}.json")
+            self.profile = Profile(path, self.device)
+            self.ops, tp, pp = labelled(self.ops, "ops"), labelled(tp, "tp"), labelled(pp, "pp")
+        self.pp = pp
         ops, axis = self.ops, tp
         if spec.compile is not None:
             ops, axis = CompiledOps(self.ops), TracedAxis(tp, self.ops)
@@ -77,9 +83,20 @@ class Runner:
             part.warm()
         return {"compile_s": time.monotonic() - started} if self.compiled else {}
 
-    @torch.inference_mode()
     def step(self, step: Step) -> StepResult | None:
         """Run this rank's part of a step; the sampling rank returns the result."""
+        if self.profile is None:
+            return self._step(step)
+        with self.profile.step(step):
+            return self._step(step)
+
+    def close(self) -> None:
+        """The last step is done."""
+        if self.profile is not None:
+            self.profile.close()
+
+    @torch.inference_mode()
+    def _step(self, step: Step) -> StepResult | None:
         if step.draft:
             assert self.drafter is not None
             assert self.draft_sampler is not None

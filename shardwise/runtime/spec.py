@@ -69,3 +69,5 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     offload: Offload | None = None
     """Where the layers are; None: with their ranks."""
     compile: Compile | None = None
+    profile: str | None = None
+    """How the paths of the ranks' traces begin, if there are to be any."""

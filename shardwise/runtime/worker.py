@@ -40,6 +40,9 @@ class Member(Protocol):
     def step(self, step: Step) -> StepResult | None:
         """See `Rank`."""
 
+    def close(self) -> None:
+        """See `Rank`."""
+
 
 def main(make: Callable[[WorkerSpec], Member]) -> None:
     """Be the fork server of ranks that ``make`` makes; see `forkserver`."""
@@ -82,6 +85,7 @@ def _serve(frames: Frames, figures: Figures, member: Member) -> None:
         result = member.step(steps.decode(frame[1]))
         if result is not None:
             frames.send(pack(Kind.RESULT, result))
+    member.close()
 
 
 def live(control: int, life: Callable[[Frames], None]) -> NoReturn:

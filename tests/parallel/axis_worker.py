@@ -46,6 +46,9 @@ class Player:
         rank = self.spec.rank
         self.axes["gloo"] = distributed_axes(meeting, rank, tp, pp, torch.device("cpu"), timeout)
 
+    def close(self) -> None:
+        pass
+
     def step(self, step: Step) -> StepResult | None:
         transport, scenario = ("shm", "gloo")[step.chunks[0].tokens[0]], step.chunks[0].tokens[1]
         said = b""

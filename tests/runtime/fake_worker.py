@@ -65,6 +65,9 @@ class FakeRank:
     def join(self, shared: int, meet: object) -> Figures:
         return {}
 
+    def close(self) -> None:
+        pass
+
     def step(self, step: Step) -> StepResult | None:
         number, *deeds = step.chunks[0].tokens
         deed = DEEDS[deeds[self.spec.rank]]

@@ -52,6 +52,9 @@ class DraftRank:
     def load(self) -> dict[str, int | float | str]:
         return {"target": self.target.load(), "draft": self.drafter.load()}
 
+    def close(self) -> None:
+        pass
+
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult | None:
         part = self.drafter.part if step.draft else self.target

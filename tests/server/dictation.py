@@ -87,6 +87,9 @@ class Dictated:
     def load(self) -> Figures | None:
         return self._runner.load()
 
+    def close(self) -> None:
+        self._runner.close()
+
     def step(self, step: Step) -> StepResult | None:
         found = self._runner.step(step)
         if found is None:

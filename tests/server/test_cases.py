@@ -257,6 +257,9 @@ class Poisoned:
     def load(self) -> Figures | None:
         return self._runner.load()
 
+    def close(self) -> None:
+        self._runner.close()
+
     def step(self, step: Step) -> StepResult | None:
         if any(chunk.start == 0 and chunk.tokens[0] == 255 for chunk in step.chunks):
             raise RuntimeError("secret /path at 0xdeadbeef")
