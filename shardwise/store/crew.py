@@ -77,6 +77,8 @@ class Crew:
     _batch: Batch | None = None
     _deliver: News | None = None
     _fail: Callable[[str, int], None] | None = None
+    _given_at: float = 0.0
+    """When it got the batch."""
     _left: set[int] = field(default_factory=set)
     """Ranks that haven't finished the batch."""
     _last: list[Answer] | None = None
@@ -106,7 +108,8 @@ class Crew:
         self._left = {process.rank for process in asked}
         for process in asked:
             process.frames.send(pack(Kind.STEP, batch))
-        self.state, self._due = "busy", monotonic() + self.times.response
+        self._given_at = monotonic()
+        self.state, self._due = "busy", self._given_at + self.times.response
 
     def start(self, forks: ForkServer, selector: selectors.BaseSelector) -> None:
         """Start its processes. Raises OSError if there is nobody to fork them."""
@@ -192,6 +195,8 @@ class Crew:
     def _news(self, process: Process, reply: Reply) -> None:
         for name, unit, value in reply.metrics:
             self.observe(name, unit, value)
+            if name == "PredictionTime" and process.rank == 0:
+                self.observe("WorkerThreadTime", "ms", (monotonic() - self._given_at) * 1e3 - value)
         if self._batch is None or reply.number != self._batch.number:
             return
         assert self._deliver is not None

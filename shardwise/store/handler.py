@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from shardwise.store.wire import Answer
@@ -45,8 +46,11 @@ class Handler:
 
     def handle(self, requests: Sequence[Mapping[str, Any]], context: Context) -> Any:
         """The answers to a batch; a generator yields such lists, pieces of the answers, which are sent as they come."""
+        began = monotonic()
         self.context = context
-        return self.postprocess(self.inference(self.preprocess(requests)))
+        answers = self.postprocess(self.inference(self.preprocess(requests)))
+        context.metrics.add_time("HandlerTime", (monotonic() - began) * 1e3)
+        return answers
 
 
 class Metrics:

@@ -57,6 +57,8 @@ class Job:
     request: Request
     deliver: Callable[[Piece], None]
     since: float = field(default_factory=monotonic)
+    started: float | None = None
+    """When its turn came."""
     done: bool = False
 
     def cancel(self) -> None:
@@ -105,7 +107,10 @@ class Queue:
         waiting = len(self)
         if not waiting or (waiting < self._size and monotonic() < self._jobs[0].since + self._delay):
             return []
-        return [self._jobs.popleft() for _ in range(min(self._size, waiting))]
+        taken = [self._jobs.popleft() for _ in range(min(self._size, waiting))]
+        for job in taken:
+            job.started = monotonic()
+        return taken
 
     def expire(self) -> list[Job]:
         """Those that have waited for too long, taken out."""

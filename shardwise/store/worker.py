@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -109,6 +110,7 @@ def answer(batch: Batch, entry: Entry, context: Context, frames: Frames) -> None
         recorded, context.metrics.recorded = context.metrics.recorded, []
         frames.send(pack(Kind.RESULT, Reply(batch.number, answers, last, error, status, recorded)))
 
+    began = monotonic()
     context.begin([item.id for item in batch.items], [item.headers for item in batch.items])
     context.send = lambda answers: reply(answers, False)
     context.cl_socket = Socket(context.send)
@@ -118,7 +120,9 @@ def answer(batch: Batch, entry: Entry, context: Context, frames: Frames) -> None
             for piece in outputs:
                 reply(context.answers(piece), False)
             outputs = [""] * len(batch.items)
-        reply(context.answers(outputs), True)
+        answers = context.answers(outputs)
+        context.metrics.add_time("PredictionTime", (monotonic() - began) * 1e3)
+        reply(answers, True)
     except MemoryError:
         reply([], True, "the handler ran out of memory", 507)
     except Exception as error:

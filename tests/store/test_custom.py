@@ -109,7 +109,9 @@ def test_one_worker(tmp_path: Path) -> None:
     seen: list[tuple[str, str, float]] = []
     with serving(tmp_path, "own: 7", observe=lambda *each: seen.append(each)) as custom:
         assert Asked(custom, "a").one() == Piece(b"a of 1", "text/plain; charset=utf-8", 200, True, {})
-        assert seen == [("Echo", "ms", 1.0)]
+        assert seen[0] == ("Echo", "ms", 1.0)
+        assert [name for name, _, _ in seen[1:]] == ["PredictionTime", "WorkerThreadTime"]
+        assert all(unit == "ms" and 0.0 <= value < 1000 * PATIENCE for _, unit, value in seen[1:])
         assert [piece.content for piece in Asked(custom, "pieces").all()] == [b"0.", b"1.", b"2.", b""]
         assert [piece.content for piece in Asked(custom, "send").all()] == [b"a", b"b"]
         found = Asked(custom, "json", **{"X-Given": "yes"}).one()
@@ -403,4 +405,4 @@ def test_handlers_of_torchserve(tmp_path: Path) -> None:
         pieces = Asked(custom, "a").all()
         assert [piece.content for piece in pieces] == [b"<", b"a"]
         assert pieces[-1].headers == {}
-    assert [name for name, _, _ in seen] == ["ts_handler_preprocess", "HandlerTime"]
+    assert [name for name, _, _ in seen][:3] == ["ts_handler_preprocess", "HandlerTime", "PredictionTime"]

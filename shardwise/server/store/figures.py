@@ -40,12 +40,11 @@ class Tally:
     load_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each worker took to load, by its number."""
 
-    def done(self, whole: float, queued: float | None = None) -> None:
-        """A prediction was answered after so many seconds, of which it waited some for its turn, if that is known."""
+    def done(self, whole: float, queued: float) -> None:
+        """A prediction was answered after so many seconds, of which it waited some for its turn."""
         self.latency += whole * 1e6
-        if queued is not None:
-            self.queued += queued * 1e6
-            self.last["QueueTime"] = queued * 1e3
+        self.queued += queued * 1e6
+        self.last["QueueTime"] = queued * 1e3
 
     def observe(self, name: str, unit: str, value: float) -> None:
         """Something that a handler has measured itself; times become milliseconds."""

@@ -215,10 +215,12 @@ class Answer:
         if self not in self._among:
             return
         self._among.discard(self)
-        if self.job is not None:
-            self.job.cancel()
+        if self.job is None:
+            return
+        self.job.cancel()
         if self._whole:
-            self._tally.done(time.monotonic() - self.began)
+            now = time.monotonic()
+            self._tally.done(now - self.began, (self.job.started or now) - self.job.since)
 
 
 class Pieces(Streamed):

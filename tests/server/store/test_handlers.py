@@ -64,7 +64,8 @@ def test_a_handler_answers(tmp_path: Path) -> None:
                 assert stream.headers["transfer-encoding"] == "chunked"
                 assert [piece async for piece in stream.aiter_raw()] == [b"whis", b"per"]
             page = (await found.http.get("/metrics")).text
-            assert 'UpperTime{Hostname="' in page
+            for name in ("UpperTime", "QueueTime", "HandlerTime", "PredictionTime", "WorkerThreadTime"):
+                assert f'\n{name}{{Hostname="' in page
             openai = await post("/v1/completions", json={"model": "upper", "prompt": "a"})
             assert (openai.status_code, openai.json()["error"]["param"]) == (400, "model")
             scaled = await found.manage.put("/models/upper?min_worker=2&synchronous=true")
