@@ -157,7 +157,7 @@ START = """
 import sys
 from torch._dynamo.utils import counters
 from shardwise import LLM, SamplingParams
-with LLM(sys.argv[1], device="cpu", compile="inductor") as llm:
+with LLM(sys.argv[1], device="cpu", compile=sys.argv[2]) as llm:
     llm.generate(["Hello", "a"], SamplingParams(max_tokens=4))
 print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
 """
@@ -166,13 +166,14 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
-    """b5: guards starts after the first from its minutes: inductor finds on disk what it has made."""
+    """b5: guards starts after the first from its minutes: inductor finds on disk what it has made, and looks for it
+    unless it is told not to."""
     path = save_text_model(tmp_path / "model")
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     found = []
-    for _ in range(2):
+    for how in ("inductor", "inductor", 'inductor,options={"fx_graph_cache": false}'):
         done = subprocess.run(
-            [sys.executable, "-c", START, str(path)],
+            [sys.executable, "-c", START, str(path), how],
             check=True,
             timeout=250,
             capture_output=True,
@@ -183,6 +184,7 @@ def test_a_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
     assert found[0][0] > 0
     assert found[1][0] == 0
     assert found[1][1] == sum(found[0])
+    assert found[2] == [0, 0]
     assert (tmp_path / "home" / "shardwise" / "inductor").stat().st_mode & 0o777 == 0o700
 
 
