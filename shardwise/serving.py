@@ -37,6 +37,7 @@ from shardwise.options import (
     given_in,
 )
 from shardwise.params import MAX_N
+from shardwise.world import find_world
 
 OF_STORES = ("models", "management_port", "management_host", "metrics_port", "trust_handlers")
 """Options of a server of a model store."""
@@ -179,6 +180,11 @@ def _check_store(given: dict[str, Any]) -> None:
     if "model_store" not in given:
         if stray := [name for name in OF_STORES if name in given]:
             raise ValueError(f"--{stray[0].replace('_', '-')} is for model stores: it goes with --model-store DIR")
+    elif find_world(os.environ) is not None:
+        raise ValueError(
+            "a model store starts the ranks of its models itself, on one host: start it without torchrun, or serve one "
+            "model on all hosts with --model"
+        )
     elif stray := [name for name in OF_MODELS if name in given]:
         name = stray[0].replace("_names", "_name").replace("_", "-")
         raise ValueError(

@@ -158,6 +158,10 @@ def test_flags_that_contradict_are_refused(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, ["serve", "--port", "0", *arguments], env={"SHARDWISE_API_KEY": ""})
         assert isinstance(done.exception, ValueError), (arguments, done.output)
         assert told in str(done.exception)
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    torchrun = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = CliRunner().invoke(app, ["serve", *store], env=torchrun)
+    assert "start it without torchrun" in str(done.exception)
 
 
 def test_a_taken_management_port_is_told(tmp_path: Path) -> None:
