@@ -175,7 +175,9 @@ def test_gpt_fast_as_published(tmp_path: Path, model: Path) -> None:
     assert (by.speculate.k, by.speculate.quantize) == (8, Quantization(4, 64))
     assert (by.quantize, by.compile, by.max_num_seqs, str(by.layout)) == (INT8, Compile(), 1, "tp4")
     assert "model_int8.pth is not opened" in notes[0]
-    by = plan(tmp_path / "gpt_fast", (yaml % "d/model_int4.g64.pth").rstrip() + "\n            fx_graph_cache: false")[1]
+    by = plan(tmp_path / "gpt_fast", (yaml % "d/model_int4.g64.pth").rstrip() + "\n            fx_graph_cache: false")[
+        1
+    ]
     assert by.compile == Compile(options={"fx_graph_cache": False})
     by = plan(tmp_path / "gpt_fast", yaml % "m/model_int4.g32.pth")[1]
     assert by.speculate == Speculation("self", k=8, quantize=INT4)
