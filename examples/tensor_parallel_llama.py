@@ -12,9 +12,9 @@ from shardwise.recipes.recipe import open_recipe
 def main(model: str = "smollm2", layout: str = "tp2") -> None:
     """Print the answer, and what it took of each rank."""
     recipe, _ = open_recipe("llama3-70b", [f"model={model}", f"layout={layout}", "dtype=auto", "kv_tokens=2048"])
-    (row,) = recipe.rows([], None)
+    messages = [*(recipe.before or ()), {"role": "user", "content": recipe.prompts[0]}]
     with LLM(recipe.model, **recipe.settings) as llm:
-        (result,) = llm.chat(row["messages"], SamplingParams(**recipe.sampling))
+        (result,) = llm.chat(messages, SamplingParams(**recipe.sampling))
         answer = result.outputs[0]
         print(answer.text)
         seconds = result.finished - result.first_token

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.intake import Messages
 from shardwise.llm import LLM
 from shardwise.outputs import RequestOutput
 from shardwise.progress import bar, say, status
-from shardwise.rows import Row, document, read_rows, submit_row, timings_of
+from shardwise.rows import Row, as_message, document, read_rows, submit_row, timings_of
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class Job:
     asked: dict[str, Any]
     """The sampling fields that were given; rows and the model's defaults fill in the rest."""
     generation_config: bool
-    rows: list[dict[str, Any]]
-    """Of the prompts that were given as such; those of a file come from there."""
+    prompts: tuple[str, ...]
+    """Those that were given as such; others come from a file."""
+    opening: Messages | None
+    """Messages before each prompt, which is a user's then; None: prompts are texts to continue."""
     input: Path | None
     output: Path | None
     stream: bool
@@ -53,13 +56,12 @@ def run(job: Job) -> tuple[int, int]:
 
 
 def _rows(job: Job) -> Iterable[Row]:
-    if job.input is not None:
-        if job.rows:
-            raise ValueError("give prompts or --input, not both")
-        return read_rows(job.input)
-    if not job.rows:
+    if job.input is not None and job.prompts:
+        raise ValueError("give prompts or --input, not both")
+    if job.input is None and not job.prompts:
         raise ValueError("nothing to do: give a prompt or --input FILE.jsonl")
-    return job.rows
+    rows = read_rows(job.input) if job.input is not None else ({"prompt": text} for text in job.prompts)
+    return (as_message(row, job.opening) for row in rows)
 
 
 def _check(job: Job) -> None:
@@ -68,7 +70,7 @@ def _check(job: Job) -> None:
         raise ValueError("--output writes JSON lines; leave out --json and --stream")
     if output is not None and not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: there is no directory {output.parent}; make it first")
-    if job.stream and (job.as_json or job.input is not None or len(job.rows) != 1 or job.asked.get("n", 1) != 1):
+    if job.stream and (job.as_json or job.input is not None or len(job.prompts) != 1 or job.asked.get("n", 1) != 1):
         raise ValueError("--stream prints one prompt's text; give exactly one prompt, without --json and --n")
 
 

@@ -25,12 +25,28 @@ def read_rows(path: Path) -> Iterator[Row]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ValueError(f"--input {path}: {error.strerror}") from None
-    for line in lines:
-        try:
-            row = json.loads(line)
-            yield row if isinstance(row, dict) else "a row must be a JSON object"
-        except (ValueError, RecursionError) as error:
-            yield f"not valid JSON: {error}"
+    return map(_read_line, lines)
+
+
+def _read_line(line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON: {error}"
+    return row if isinstance(row, dict) else "a row must be a JSON object"
+
+
+def as_message(row: Row, opening: Messages | None) -> Row:
+    """The row with its prompt as a user's message after those of ``opening``, unless that is None.
+
+    A row with messages of its own stays as it is, and so does one that is wrong.
+    """
+    if opening is None or isinstance(row, str) or row.get("prompt") is None or "messages" in row:
+        return row
+    if not isinstance(row["prompt"], str):
+        return "prompt must be a string to be put through the chat template"
+    asked = {"role": "user", "content": row["prompt"]}
+    return {**{name: value for name, value in row.items() if name != "prompt"}, "messages": [*opening, asked]}
 
 
 def read_row(row: Row, defaults: Mapping[str, Any]) -> tuple[Prompt | None, Messages | None, SamplingParams]:

@@ -129,6 +129,24 @@ def test_rows_in_rows_out(model: Path, tmp_path: Path) -> None:
     assert "user: hi" in found[3]["prompt"]
 
 
+def test_rows_in_a_chat(model: Path, tmp_path: Path) -> None:
+    """Guards against --chat, or a recipe's messages before the prompt, that a file of prompts makes us forget."""
+    source, sink, recipe = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "recipe.yaml"
+    source.write_text('{"prompt": "hi"}\n{"messages": [{"role": "user", "content": "yo"}]}\n{"prompt": [72]}\n')
+    turns = (
+        '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]'
+    )
+    recipe.write_text(f"model: {model}\nmessages: {turns}\nsampling: {{max_tokens: 2}}\n")
+    for how, before in ((["--model", model, "--chat", "--max-tokens", "2"], ""), (["--config", recipe], "user: a")):
+        shardwise("generate", "--input", source, "--output", sink, *how, code=1)
+        first, second, third = (json.loads(line) for line in sink.read_text().splitlines())
+        assert "user: hi" in first["prompt"]
+        assert before in first["prompt"]
+        assert "user: yo" in second["prompt"]
+        assert "user: a" not in second["prompt"]
+        assert "chat template" in third["error"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -71,18 +71,14 @@ class Recipe:
     input: Path | None = None
     output: Path | None = None
 
-    def rows(self, prompts: Sequence[str], chat: bool | None) -> list[dict[str, Any]]:
-        """Rows for ``prompts``, or for the recipe's own; ``chat`` says whether they are messages, None that it is open.
+    def opening(self, chat: bool | None) -> tuple[Message, ...] | None:
+        """``before``, where ``chat`` says whether prompts are messages, and None that it is open.
 
         ValueError if messages that go before a prompt would be lost.
         """
-        before = self.before if chat is None else (self.before or ()) if chat else None
-        if before is None and self.before:
+        if chat is False and self.before:
             raise ValueError("--no-chat would leave out the recipe's messages before the prompt; leave out one of them")
-        texts = prompts or self.prompts
-        if before is None:
-            return [{"prompt": text} for text in texts]
-        return [{"messages": [*before, {"role": "user", "content": text}]} for text in texts]
+        return self.before if chat is None else (self.before or ()) if chat else None
 
 
 def open_recipe(name: str, arguments: Sequence[str] = ()) -> tuple[Recipe, list[str]]:

@@ -104,27 +104,26 @@ def test_a_recipe_says_what_the_flags_say(tmp_path: Path) -> None:
         ("Hi",),
         ({"role": "system", "content": "Be brief."},),
     )
-    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    assert recipe.rows([], None) == [{"messages": [system, user]}]
-    assert recipe.rows(["Yo"], True) == [{"messages": [system, {"role": "user", "content": "Yo"}]}]
+    assert recipe.opening(None) == recipe.opening(True) == recipe.before
     with pytest.raises(ValueError, match="--no-chat would leave out"):
-        recipe.rows([], False)
+        recipe.opening(False)
 
 
 @pytest.mark.parametrize(
-    ("said", "rows"),
+    ("said", "prompts", "openings"),
     [
-        ("prompt: Hi", [{"prompt": "Hi"}]),
-        ("prompt: {user: Hi}", [{"messages": [{"role": "user", "content": "Hi"}]}]),
-        ("prompt: {system: null, user: {text: Hi}}", [{"messages": [{"role": "user", "content": "Hi"}]}]),
-        ("input: rows.jsonl", []),
+        ("prompt: Hi", ("Hi",), [None, (), None]),
+        ("prompt: {user: Hi}", ("Hi",), [(), (), None]),
+        ("prompt: {system: null, user: {text: Hi}}", ("Hi",), [(), (), None]),
+        ("input: rows.jsonl", (), [None, (), None]),
     ],
 )
-def test_prompts(tmp_path: Path, said: str, rows: list[dict[str, Any]]) -> None:
+def test_prompts(tmp_path: Path, said: str, prompts: tuple[str, ...], openings: list[Any]) -> None:
     """Guards torchtune's forms of a prompt (d12) and the plain ones."""
     recipe, _ = open_recipe(write(tmp_path, f"model: m\n{said}\noutput: out.jsonl"))
-    assert recipe.rows([], None) == rows
-    assert recipe.input == (None if rows else Path("rows.jsonl"))
+    assert recipe.prompts == prompts
+    assert [recipe.opening(chat) for chat in (None, True, False)] == openings
+    assert recipe.input == (None if prompts else Path("rows.jsonl"))
     assert recipe.output == Path("out.jsonl")
 
 
@@ -199,11 +198,11 @@ def test_generate_takes_a_recipe_as_flags(monkeypatch: pytest.MonkeyPatch, tmp_p
     job = job_of(monkeypatch, "--config", file, "dtype=auto", "sampling.n=2", *over)
     assert (job.model, EngineConfig(**job.settings)) == ("other", EngineConfig(speculate=Speculation("ngram")))
     assert (job.asked, job.generation_config) == ({"max_tokens": 6, "seed": 7, "n": 2}, False)
-    assert job.rows == [{"messages": [{"role": "user", "content": "Hi"}]}]
+    assert (job.prompts, job.opening) == (("Hi",), ())
     file = write(tmp_path, text + "input: i.jsonl\n")
     assert same(job_of(monkeypatch, "--config", file), by_input)
     assert job_of(monkeypatch, "--config", file, "Yo").input is None
-    assert job_of(monkeypatch, "a=b").rows == [{"prompt": "a=b"}]
+    assert job_of(monkeypatch, "a=b").prompts == ("a=b",)
     for wrong, error in (
         (["--config", file, "sampling.tempreature=1"], "argument .*did you mean 'temperature'"),
         (["--config", "llama3.1-80b"], "did you mean 'llama3.1-8b'"),
