@@ -100,7 +100,7 @@ class ShardwiseHandler:
                         text += piece.text
                     elif piece.text:
                         _send(piece.text, at, context)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return _refuse(context, at, HTTPStatus.BAD_REQUEST, str(error))
         except (Cut, Refused) as error:
             return _refuse(context, at, HTTPStatus(error.status), str(error))
@@ -129,7 +129,7 @@ class ShardwiseHandler:
             try:
                 body = body.decode()
                 body = json.loads(body) if body.lstrip().startswith("{") else body
-            except ValueError as error:  # of UTF-8 or of JSON
+            except (ValueError, RecursionError) as error:  # of UTF-8 or of JSON
                 raise ValueError(f"the body is neither text nor a JSON object: {error}") from None
         if not isinstance(body, str | dict):
             raise ValueError("the body must be a JSON object, or a prompt")
@@ -137,14 +137,15 @@ class ShardwiseHandler:
         for name in UNTOLD:
             if name in row:
                 raise ValueError(f"{name} can't be set: the answer is a plain text")
-        wanted = [row.pop(name) for name in ("max_new_tokens", "max_tokens") if name in row]
+        names = ("max_new_tokens", "max_tokens")
+        wanted = [limit for name in names if (limit := row.pop(name, None)) is not None]
         if len(wanted) > 1:
             raise ValueError("max_new_tokens and max_tokens are one thing: give one of them")
         most = self._config.max_new_tokens
-        limit = wanted[0] if wanted else most
-        if most is not None and isinstance(limit, int) and limit > most:
-            raise ValueError(f"max_new_tokens {limit} is more than the {most} that this model's configuration allows")
-        return row if limit is None else {**row, "max_tokens": limit}
+        asked = wanted[0] if wanted else most
+        if most is not None and isinstance(asked, int) and asked > most:
+            raise ValueError(f"max_new_tokens {asked} is more than the {most} that this model's configuration allows")
+        return row if asked is None else {**row, "max_tokens": asked}
 
 
 def _send(text: str, at: int, context: Any) -> None:

@@ -121,6 +121,18 @@ def test_a_batch_runs_together(loaded: Callable[..., ShardwiseHandler], model: P
     assert context.metrics.found["GeneratedTokens"] == 12 * 3 + 5
 
 
+def test_a_null_lifts_no_cap_and_brackets_fail_alone(loaded: Callable[..., ShardwiseHandler], tmp_path: Path) -> None:
+    """Guards the operator's cap from a null, and a batch from brackets without end in one of its bodies."""
+    handler = loaded("max_new_tokens: 4")
+    bodies = [b"once", b'{"prompt": "once", "max_new_tokens": null}', b'{"a":' + b"[" * 200_000, {"messages": [{}]}]
+    context = Context(tmp_path, 4)
+    plain, null, deep, wrong = handler.handle([{"body": body} for body in bodies], context)  # type: ignore[misc]
+    assert plain == null
+    assert context.statuses == {2: 400, 3: 400}
+    assert "neither text nor a JSON object" in deep["message"]
+    assert "role" in wrong["message"]
+
+
 def test_pieces_go_out_as_they_come(
     loaded: Callable[..., ShardwiseHandler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
