@@ -62,8 +62,8 @@ def read_row(row: Row, defaults: Mapping[str, Any]) -> tuple[Prompt | None, Mess
         raise ValueError("a row needs either prompt or messages")
     if messages is None and not isinstance(prompt, str) and not _are_ids(prompt):
         raise ValueError("prompt must be a string or a list of token ids")
-    if messages is not None and not (isinstance(messages, list) and all(isinstance(item, dict) for item in messages)):
-        raise ValueError("messages must be a list of objects with role and content")
+    if messages is not None:
+        _check_messages(messages)
     return prompt, messages, SamplingParams.from_dict(fields)
 
 
@@ -78,6 +78,21 @@ def submit_row(llm: LLM, row: Row, defaults: Mapping[str, Any], index: int) -> i
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def _check_messages(messages: Any) -> None:
+    """Raises ValueError for what no chat is made of; other keys are the template's business."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one object with role and content")
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"messages[{at}] must be an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"messages[{at}].role must be a string such as user, not {role!r}")
+        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        if not (isinstance(content, str) or parts or (content is None and message.get("tool_calls"))):
+            raise ValueError(f"messages[{at}].content must be a string or a list of parts, or null beside tool_calls")
 
 
 def document(result: RequestOutput) -> dict[str, Any]:
@@ -110,10 +125,10 @@ def _logprob(item: Logprob) -> dict[str, Any]:
 def timings_of(load_s: float, results: Sequence[RequestOutput]) -> dict[str, float | int]:
     """Seconds to load, to the first token of all and over all; decoding counts every token after a prompt's first."""
     generated = sum(len(part.token_ids) for result in results for part in result.outputs)
-    first = min((result.first_token for result in results), default=0.0)
     last = max((result.finished for result in results), default=0.0)
     began = min((result.submitted for result in results), default=0.0)
-    decoded = generated - sum(len(result.outputs) for result in results)
+    first = min((result.first_token for result in results if result.first_token), default=began)
+    decoded = sum(max(len(part.token_ids) - 1, 0) for result in results for part in result.outputs)
     return {
         "load_s": round(load_s, 4),
         "ttft_s": round(first - began, 4),
