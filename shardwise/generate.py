@@ -48,9 +48,13 @@ def run(job: Job) -> tuple[int, int]:
         numbers = list(_submit(llm, job, rows))
         if job.stream:
             assert isinstance(numbers[0], int)
+            error = ""
             for piece in llm.pieces(numbers[0]):
                 print(piece.text, end="", flush=True)
+                error = error or piece.error
             print()
+            if error:
+                raise ValueError(error)
             return 0, 1
         return _finish(llm, job, numbers)
 
@@ -70,8 +74,23 @@ def _check(job: Job) -> None:
         raise ValueError("--output writes JSON lines; leave out --json and --stream")
     if output is not None and not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: there is no directory {output.parent}; make it first")
+    if output is not None and (output.is_file() or output.is_dir() or not output.exists()):  # no pipe and no device
+        _check_file(output, job.input)
     if job.stream and (job.as_json or job.input is not None or len(job.prompts) != 1 or job.asked.get("n", 1) != 1):
         raise ValueError("--stream prints one prompt's text; give exactly one prompt, without --json and --n")
+
+
+def _check_file(output: Path, input: Path | None) -> None:
+    """ValueError for an output that is the input, or that can't be written; nothing is left of the attempt."""
+    fresh = not output.exists()
+    if input is not None and not fresh and output.samefile(input):
+        raise ValueError(f"--output {output} is the input itself: give another name")
+    try:
+        output.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"--output {output}: {error.strerror}") from None
+    if fresh:
+        output.resolve().unlink()
 
 
 def _introduce(llm: LLM, job: Job) -> None:
@@ -117,16 +136,16 @@ def _sink(path: Path | None, documents: list[dict[str, Any]]) -> Iterator[Callab
 def _finish(llm: LLM, job: Job, numbers: list[int | str]) -> tuple[int, int]:
     done: list[RequestOutput] = []
     documents: list[dict[str, Any]] = []
-    failed = 0
+    errors: list[str] = []
     with _sink(job.output, documents) as write, bar(len(numbers)) as advance:
         for index, number in enumerate(numbers):
             if isinstance(number, int):
                 result = llm.result(number)
                 done.append(result)
-                failed += any(part.error for part in result.outputs)
+                errors += [part.error for part in result.outputs if part.error][:1]
                 write(document(result))
             else:
-                failed += 1
+                errors.append(number)
                 write({"index": index, "error": number})
             advance()
     timings: dict[str, Any] = timings_of(llm.load_s, done)
@@ -141,9 +160,9 @@ def _finish(llm: LLM, job: Job, numbers: list[int | str]) -> tuple[int, int]:
         _print(entry, len(documents))
     accepted = f" · {drafts.rate:.0%} of {drafts.proposed} drafts accepted" if drafts is not None else ""
     say(f"{timings['generated_tokens']} tokens · {timings['decode_tokens_per_s']:.1f} tokens/s{accepted}")
-    if failed and job.input is None:
-        raise ValueError(next(str(entry["error"]) for entry in documents if entry.get("error")))
-    return failed, len(numbers)
+    if errors and job.input is None:
+        raise ValueError(errors[0])
+    return len(errors), len(numbers)
 
 
 def _print(entry: dict[str, Any], count: int) -> None:
