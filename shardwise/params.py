@@ -7,6 +7,7 @@ context) is checked where the request is added.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -14,6 +15,8 @@ from typing import Any, cast
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 MAX_BIASES = 1024
+MAX_TEXT = 1000
+"""Characters of a stop string or a bad word."""
 MAX_LOGPROBS = 20
 MAX_N = 128
 LEAST_PENALTY = 0.01
@@ -55,7 +58,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be generated (name the end token too, where it may end); None allows all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that must not be generated, as the tokenizer writes them with and without a space before."""
+    """Texts that must not be generated, as the tokenizer writes them: first, after a space and after a line break."""
     logprobs: int | None = None
     """Report each generated token's log-probability, and those of so many likeliest tokens; of the raw model."""
     prompt_logprobs: int | None = None
@@ -124,6 +127,11 @@ class SamplingParams:
             object.__setattr__(self, name, texts)
             if len(texts) > most or not all(isinstance(text, str) and text for text in texts):
                 raise ValueError(f"{name} must be at most {most} strings, none of them empty")
+            for text in texts if name != "choice" else ():
+                if len(text) > MAX_TEXT:
+                    raise ValueError(f"{name} must be strings of at most {MAX_TEXT} characters, not one of {len(text)}")
+                if re.search("[\ud800-\udfff]", text):
+                    raise ValueError(f"{name}: {text!r} holds half a surrogate pair; remove it")
 
     def _check_ids(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -141,7 +149,7 @@ class SamplingParams:
         biases: dict[int, float] = {}
         for pair in pairs:
             token, bias = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
-            if isinstance(token, str) and token.isdecimal():  # JSON has no other keys
+            if isinstance(token, str) and re.fullmatch("[0-9]{1,10}", token):  # JSON has no other keys
                 token = int(token)
             if not _is_id(token):
                 raise ValueError(f"logit_bias must map token ids of at least 0 to numbers; {pair!r} does not")
@@ -155,7 +163,10 @@ class SamplingParams:
     def _check_grammar(self) -> None:
         schema: Any = self.json_schema
         if isinstance(schema, Mapping | bool):
-            object.__setattr__(self, "json_schema", json.dumps(schema))
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(schema))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"json_schema can't be written as JSON: {error}") from None
         for name in ("json_schema", "regex", "ebnf"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -166,7 +177,7 @@ class SamplingParams:
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list, not {value!r}")
     return tuple(value)
 

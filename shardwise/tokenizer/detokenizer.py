@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shardwise.tokenizer.tokenizer import Tokenizer
 
@@ -77,17 +78,24 @@ class _Stop:
         self.text = text
         self.matched = 0
         """Letters of ``text`` with which what was pushed ends, as many as possible."""
-        self._border = [0] * len(text)
-        """For each prefix: the longest shorter prefix that it ends with."""
-        for place in range(1, len(text)):
-            self._border[place] = self._advance(self._border[place - 1], text[place])
+        self._border = _borders(text)
 
     def push(self, char: str) -> bool:
         """Is the string complete with this letter?"""
-        self.matched = self._advance(self.matched, char)
+        self.matched = _advance(self.text, self._border, self.matched, char)
         return self.matched == len(self.text)
 
-    def _advance(self, matched: int, char: str) -> int:
-        while matched and self.text[matched] != char:
-            matched = self._border[matched - 1]
-        return matched + (self.text[matched] == char)
+
+@lru_cache(maxsize=64)  # the continuations of a request have the same strings
+def _borders(text: str) -> list[int]:
+    """For each prefix: the longest shorter prefix that it ends with."""
+    border = [0] * len(text)
+    for place in range(1, len(text)):
+        border[place] = _advance(text, border, border[place - 1], text[place])
+    return border
+
+
+def _advance(text: str, border: Sequence[int], matched: int, char: str) -> int:
+    while matched and text[matched] != char:
+        matched = border[matched - 1]
+    return matched + (text[matched] == char)

@@ -129,6 +129,15 @@ def test_time_is_linear_in_tokens_and_in_stops():
     assert "".join(found) == "a" * 5_000
 
 
+def test_searches_are_prepared_once():
+    """Guards the engines' loop: the continuations of a request share what is made of its stop strings."""
+    tokenizer = TOKENIZERS["byte-level"]
+    made = [Detokenizer(tokenizer, ("abab", "b" * at))._stops for at in (5, 5, 7)]
+    assert made[0][0]._border is made[1][0]._border is made[2][0]._border == [0, 0, 1, 2]
+    assert made[0][1]._border is made[1][1]._border
+    assert made[0][1]._border != made[2][1]._border
+
+
 def test_the_alphabet_is_the_librarys():
     """One wrong letter garbles one byte in all texts."""
     backend = byte_level()
