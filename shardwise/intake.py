@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,7 @@ class Intake:
 
         Raises ValueError naming the field for a grammar that can't be compiled; that may take up to two seconds.
         """
+        tokens = tuple(tokens)
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         matcher = None
         if params.grammar is not None:
@@ -94,22 +95,34 @@ class Intake:
             matcher = grammars.compile(params, ends)
         with self._lock:
             first, self._next_id = self._next_id, self._next_id + params.n
-        encode, words = self.tokenizer.encode, params.bad_words
-        spelled = {tuple(encode(start + word, add_special_tokens=False)) for word in words for start in ("", " ")}
+        bad_words = tuple(sorted({way for word in params.bad_words for way in self._spellings(word)}))
         parts = (
             Request(
                 first + at,
-                tuple(tokens),
+                tokens,
                 params if at == 0 else replace(params, prompt_logprobs=None),
                 seed_of(seed, at),
                 salt,
                 want_logits,
-                tuple(sorted(spelled)),
+                bad_words,
                 matcher if at == 0 or matcher is None else matcher.copy(),
             )
             for at in range(params.n)
         )
-        return Prepared(text, tuple(tokens), params, tuple(parts))
+        return Prepared(text, tokens, params, tuple(parts))
+
+    def _spellings(self, word: str) -> Iterator[tuple[int, ...]]:
+        """The tokens of a word at the start of a text, after a space, and where neither of these is before it.
+
+        Of the last one, a SentencePiece vocabulary shows the tokens only behind something else.
+        """
+        before = "\n"
+        for text in (word, " " + word):
+            yield tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        head = self.tokenizer.encode(before, add_special_tokens=False)
+        line = self.tokenizer.encode(before + word, add_special_tokens=False)
+        if line[: len(head)] == head:  # else the two have grown into one token
+            yield tuple(line[len(head) :])
 
     @cached_property
     def _grammars(self) -> Grammars:
