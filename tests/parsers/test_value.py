@@ -50,10 +50,10 @@ def test_what_lies_behind_costs_nothing() -> None:
     """R16: guards against a short value that has all the text behind it searched, call after call."""
 
     def seconds(text: str) -> float:
-        start = time.process_time()
+        start = time.thread_time()
         for _ in range(200):
             Value("{").scan(text, 0)
-        return time.process_time() - start
+        return time.thread_time() - start
 
     text = '{"a": [1], "b": "c"}'
     assert seconds(text + "x" * 1_000_000) < 10 * max(1e-3, seconds(text))
