@@ -73,13 +73,14 @@ def _draft(draft: DraftPlan) -> Document:
 def show(document: Document) -> None:
     """Print a description for people."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    console.print(document["model"], highlight=False)
+    console.print(document["model"], highlight=False, markup=False)  # a path may hold brackets
     numbers = Table(show_header=False, box=None)
     for name, value in document["config"].items():
-        numbers.add_row(name, str(value))
+        numbers.add_row(name, escape(str(value)))
     console.print(numbers)
     weights = document["quantize"] or document["dtype"]
     ranks = Table(title=f"layout {document['layout']} · {weights} on {document['device']} · one replica")
@@ -92,7 +93,7 @@ def show(document: Document) -> None:
     console.print(ranks)
     if document["draft"] is not None:
         draft = document["draft"]
-        console.print(f"draft: {draft['model'] or 'the model itself'}", highlight=False)
+        console.print(f"draft: {draft['model'] or 'the model itself'}", highlight=False, markup=False)
         drafts = Table(title=f"{draft['quantize'] or draft['dtype']}, beside the above")
         for column in ("rank", "layers", *sizes):
             drafts.add_column(column, justify="right")
@@ -100,7 +101,7 @@ def show(document: Document) -> None:
             drafts.add_row(str(index), _run(rank["layers"]), *_sizes(rank))
         console.print(drafts)
     for line in document["places"]:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def _run(run: list[int]) -> str:

@@ -47,7 +47,7 @@ class Cell:
     agreement: float
     """Share of generated tokens that equal the first cell's."""
     difference: float
-    """Largest difference of a logit from the first cell's, over the tokens that agree."""
+    """Largest difference of a logit from the first cell's, over the tokens that agree; inf where one isn't finite."""
 
 
 @dataclass
@@ -67,16 +67,19 @@ class Report:
         return same and len({cell.hash for cell in self.cells}) == 1
 
     def document(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready; a difference that isn't finite is null."""
         hashes = sorted({cell.hash for cell in self.cells})
-        return {"title": self.title, "ok": self.ok, "hashes": hashes, "cells": [vars(cell) for cell in self.cells]}
+        finite = [cell.difference if np.isfinite(cell.difference) else None for cell in self.cells]
+        cells = [{**vars(cell), "difference": gap} for cell, gap in zip(self.cells, finite, strict=True)]
+        return {"title": self.title, "ok": self.ok, "hashes": hashes, "cells": cells}
 
     def show(self) -> None:
         """Print for people."""
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=self.title)
+        table = Table(title=escape(self.title))
         for column in ("layout", "run", "logits", "tokens", "largest difference"):
             table.add_column(column)
         for cell in self.cells:
@@ -118,10 +121,18 @@ def verify_layouts(
     that sequences are preempted, and with ranks that are killed in the middle. ``settings`` are fields of EngineConfig.
     Raises ValueError before any weight is read.
     """
+    for name, least in (("batches", min(batches)), ("chunks", min(chunks)), ("max-tokens", max_tokens)):
+        if least < 1:
+            raise ValueError(f"--{name} must be at least 1, not {least}")
     source = open_source(model)
     tokenizer = open_tokenizer(source)
     plans = [plan_run(source, EngineConfig(layout=layout, **settings), whole=False) for layout in layouts]
-    prompts = _prompts(tokenizer, max(plan.max_model_len for plan in plans) - max_tokens)
+    room = plans[0].max_model_len - max_tokens
+    if room < 1:
+        raise ValueError(
+            f"--max-tokens {max_tokens} leaves no room for a prompt in a context of {plans[0].max_model_len}"
+        )
+    prompts = _prompts(tokenizer, room)
     report = Report(f"{source.resolved.source} · {plans[0].quantize or plans[0].dtype}", tolerance)
     first: Run | None = None
     width = np.dtype(np.float64 if plans[0].dtype == "float64" else np.float32)
@@ -260,8 +271,9 @@ def _compare(first: Run, run: Run, width: np.dtype[Any]) -> tuple[float, float]:
         total += len(theirs)
         for a, b, row, other in zip(mine, theirs, rows, others, strict=False):
             if row != other:
-                gap = np.abs(np.frombuffer(row, width) - np.frombuffer(other, width)).max()
-                difference = max(difference, float(gap))
+                with np.errstate(invalid="ignore"):
+                    gap = np.abs(np.frombuffer(row, width) - np.frombuffer(other, width)).max()
+                difference = max(difference, float(gap) if np.isfinite(gap) else np.inf)
             if a != b:
                 break
             equal += 1
