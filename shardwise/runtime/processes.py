@@ -65,14 +65,14 @@ class ProcessExecutor:
         self._addresses: dict[int, str] = {}
         """Where ranks can be reached from other hosts."""
         alive, holders = former._bequeath() if former is not None else ({}, {})
-        starts = forks or [lambda: ForkServer(command)]
-        self._forks = [alive[at] if at in alive else start() for at, start in enumerate(starts)]
+        self._forks: list[Forks] = []
         self._signal = Signal()
         self._selector = selectors.DefaultSelector()
         self._holders: list[Process] = []
         self._ranks: list[Process] = []
-        self._finalizer = weakref.finalize(self, _leave, self._holders, self._ranks, self._forks)
         try:
+            for at, start in enumerate(forks or [lambda: ForkServer(command)]):
+                self._forks.append(alive[at] if at in alive else start())
             for spec in specs:
                 if former is not None and spec.rank in holders:
                     self.figures[spec.rank] = former.figures[spec.rank]
@@ -81,9 +81,14 @@ class ProcessExecutor:
                     self._hold(spec)
             if all(holder.ready for holder in self._holders):
                 self._fork_ranks()
-        except BaseException:
-            self.kill()
+        except BaseException:  # what is the former's stays with it, for the next
+            self._end(0.0)
+            own = [holder for holder in self._holders if holder is not holders.get(holder.rank)]
+            _leave(own, self._ranks, [each for at, each in enumerate(self._forks) if each is not alive.get(at)])
             raise
+        if former is not None:
+            former._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _leave, self._holders, self._ranks, self._forks)
 
     @property
     def ready(self) -> bool:
@@ -164,7 +169,10 @@ class ProcessExecutor:
         self._finalizer()
 
     def _bequeath(self) -> tuple[Mapping[int, Forks], dict[int, Process]]:
-        """What is alive after a failure, for the next executor: what forks, by hosts, and holders by their ranks."""
+        """What is alive after a failure, for the next executor: what forks, by hosts, and holders by their ranks.
+
+        It is still ours until that is built.
+        """
         asked = {self._specs[holder.rank].host for holder in self._holders if holder.pid}
         alive = {at: forks for at, forks in enumerate(self._forks) if forks.alive and at in asked}
         fit = [
@@ -177,7 +185,6 @@ class ProcessExecutor:
         for at, forks in enumerate(self._forks):
             if at not in alive:  # it has ended, or may hang, if it forked nothing
                 forks.close()
-        self._finalizer.detach()
         return alive, {holder.rank: holder for holder in fit}
 
     def _forks_of(self, rank: int) -> Forks:
@@ -194,15 +201,18 @@ class ProcessExecutor:
 
     def _fork_ranks(self) -> None:
         """All weights are there: fork the ranks from their holders, with a new file in which those of a host meet."""
-        with ExitStack() as stack:
-            meetings = [stack.enter_context(forks.meeting()) for forks in self._forks]
-            for spec, holder in zip(self._specs, self._holders, strict=True):
-                try:
+        try:
+            with ExitStack() as stack:
+                meetings = [stack.enter_context(forks.meeting()) for forks in self._forks]
+                for spec, holder in zip(self._specs, self._holders, strict=True):
                     rank = self._forks_of(spec.rank).fork(spec.rank, spec.threads, meetings[spec.host], holder)
-                except OSError:
-                    self._blame({holder}, {})
-                self._ranks.append(rank)
-                self._selector.register(rank.frames.connection, selectors.EVENT_READ, rank)
+                    self._ranks.append(rank)
+                    self._selector.register(rank.frames.connection, selectors.EVENT_READ, rank)
+        except OSError as error:
+            holder = self._holders[len(self._ranks)]
+            if holder.gone.wait(GRACE):
+                self._blame({holder}, {})
+            self._fail(RankFailure(holder.rank, f"can't be forked: {error}"))
 
     def _pump(self, done: Callable[[], bool], deadline: float) -> bool:
         """Carry frames both ways until ``done``; False when the time is up."""

@@ -5,6 +5,7 @@ The agent is a thread of the test's own process here. See `test_torchrun` for ho
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -25,7 +26,7 @@ from shardwise.runtime.hosts import link
 from shardwise.runtime.hosts.agent import Agent, attend
 from shardwise.runtime.hosts.front import Distant, Hosts
 from shardwise.runtime.processes import ProcessExecutor
-from shardwise.runtime.spawn import ForkServer
+from shardwise.runtime.spawn import ForkServer, Process
 from shardwise.world import World
 from tests.runtime.fake_worker import COMMAND, specs, step
 from tests.runtime.test_executor import MARK, marked, until
@@ -182,6 +183,47 @@ def test_a_far_rank_is_killed_and_replaced(stage: Stage) -> None:
     following.wait_ready()
     answers(following, 7, 8)
     assert following._holders == holders, "weights were read again"
+
+
+@pytest.mark.parametrize("what", ["no descriptors", "a holder dies"])
+def test_a_takeover_that_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Guards against a failed start of the next ranks that sends the agents home: the one after it finds them.
+
+    And against a holder that has just died ending the front: it is a rank's failure.
+    """
+    stage.attend()
+    executor = stage.start()
+    executor.wait_ready()
+    stage.hosts.leave()  # as after a launch: agents stay for as long as there are ranks
+    monkeypatch.setattr(stage.hosts, "leave", lambda: None)
+    executor._ranks[0].kill()
+    with pytest.raises(RankFailure, match="rank 0: was killed"):
+        until(lambda: executor.check() is not None, PATIENCE)
+    fork, tries = ForkServer.fork, []
+
+    def fails(self: ForkServer, rank: int, threads: int, meeting: int, holder: Process | None = None) -> Process:
+        tries.append(rank)
+        if len(tries) > 1:
+            return fork(self, rank, threads, meeting, holder)
+        assert holder is not None
+        if what == "no descriptors":
+            raise OSError(errno.EMFILE, "Too many open files")
+        holder.kill()
+        assert holder.gone.wait(PATIENCE)
+        raise BrokenPipeError("it is gone")
+
+    monkeypatch.setattr(ForkServer, "fork", fails)
+    told = "Too many open files" if what == "no descriptors" else "was killed by SIGKILL"
+    with pytest.raises(RankFailure, match=f"rank 0: .*{told}"):
+        stage.start(former=executor)
+    following = stage.start(former=executor)
+    following.wait_ready()
+    answers(following, 7)
+    kept = [new is old for new, old in zip(following._holders, executor._holders, strict=True)]
+    assert kept == [what == "no descriptors", True, True, True], "weights were read again"
+    assert not stage.status, "the agent has left"
+    following.close()
+    assert until(lambda: stage.status == [0], PATIENCE)
 
 
 def test_a_far_rank_that_is_stopped(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
