@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, pipelines
+from PIL import Image
 
 from shardwise.factories.loading import dtype_of, fields_of
 from shardwise.mapping.config import Place
@@ -45,6 +47,7 @@ def text_to_image(
     What is None is the pipeline's own default. An item's output is {"image": path, "seed": seed}, and "flagged" where
     the pipeline's checker has blackened the image. With a batch size prompts of equal options run together.
     """
+    coding = kind_of(format)
     kind: Any = DiffusionPipeline
     source = _fetch(model, revision, variant)
     pipeline = kind.from_pretrained(
@@ -72,7 +75,7 @@ def text_to_image(
     def save(image: Any, index: int) -> str:
         path = folder / f"{index:06d}.{format}"
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        image.save(unfinished, format=format)
+        image.save(unfinished, format=coding)
         unfinished.replace(path)  # no half image under the name
         return str(path)
 
@@ -96,6 +99,16 @@ def text_to_image(
         return outputs
 
     return call
+
+
+def kind_of(format: str) -> str:
+    """Pillow's name for it, by that or by its usual end: jpg is JPEG. ValueError for one that it can't save."""
+    kind = Image.registered_extensions().get(f".{format}".lower(), str(format))
+    try:
+        Image.new("RGB", (1, 1)).save(BytesIO(), format=kind)
+    except (KeyError, OSError, ValueError):
+        raise ValueError(f"--set format must be one that Pillow can save, such as png or jpg, not {format!r}") from None
+    return kind
 
 
 def _fetch(model: str, revision: str | None, variant: str | None) -> str:

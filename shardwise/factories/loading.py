@@ -1,4 +1,4 @@
-"""What all ready factories refuse alike: an unknown number format, an unknown field of an item."""
+"""What all ready factories refuse alike: an unknown number format, a flag that is none, an unknown field of an item."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def dtype_of(name: str, device: str) -> torch.dtype:
         torch, name if name != "auto" else "float16" if device.startswith("cuda") else "float32"
     )
     return found
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises ValueError for one that is neither True nor False: text, as of --set normalize=False, would be true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"--set {name} must be true or false, not {value!r}")
 
 
 def fields_of(item: Any, text: str, known: Iterable[str]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from shardwise.factories.loading import dtype_of, fields_of
+from shardwise.factories.loading import check_flags, dtype_of, fields_of
 from shardwise.mapping.config import Place
 
 POOLINGS = ("mean", "first", "last")
@@ -32,6 +32,7 @@ def embeddings(
     """
     if pooling not in POOLINGS:
         raise ValueError(f"--set pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
+    check_flags(normalize=normalize, truncate=truncate)
     network, encode = _load("AutoModel", model, place, dtype, revision, truncate)
 
     def call(item: Any) -> Any:
@@ -65,12 +66,16 @@ def classification(
     """A classifier on ``place``; an item is a text, or an object with "text" and perhaps "pair", a second text.
 
     The output is {"label", "score", "scores"}: the likeliest label, its probability, and those of all labels, or of the
-    ``top_k``. Probabilities are a softmax, or a sigmoid of each for a model of several labels at once. Only safetensors
-    are read, and no code of the model's is run.
+    ``top_k``. Probabilities are as transformers' pipeline has them: a softmax, or a sigmoid of each for a model of one
+    label or of several at once; of a regression, the values themselves. Only safetensors are read, and no code of the
+    model's is run.
     """
+    check_flags(truncate=truncate)
+    if top_k is not None and (type(top_k) is not int or top_k < 1):  # True is an int too
+        raise ValueError(f"--set top_k must be a whole number of at least 1, not {top_k!r}")
     network, encode = _load("AutoModelForSequenceClassification", model, place, dtype, revision, truncate)
-    labels = network.config.id2label
-    several = network.config.problem_type == "multi_label_classification"
+    labels, kind = network.config.id2label, network.config.problem_type
+    alone = kind == "multi_label_classification" or len(labels) == 1
 
     def call(item: Any) -> Any:
         if not isinstance(item, list):
@@ -81,8 +86,8 @@ def classification(
         pairs = [fields["pair"] for fields in asked] if "pair" in asked[0] else None
         with torch.inference_mode():
             logits = network(**encode([fields["text"] for fields in asked], pairs)).logits.float()
-            rows = (logits.sigmoid() if several else logits.softmax(-1)).tolist()
-        return [_ranked(dict(zip(labels.values(), row, strict=True)), top_k) for row in rows]
+            scores = logits if kind == "regression" else logits.sigmoid() if alone else logits.softmax(-1)
+        return [_ranked(dict(zip(labels.values(), row, strict=True)), top_k) for row in scores.tolist()]
 
     return call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import shardwise
 from shardwise.factories import classification, embeddings, need, text_to_image
+from shardwise.factories.images import kind_of
 from shardwise.factories.loading import fields_of
 from shardwise.mapping.config import Place
 from tests.map.pipelines import save_pipeline
@@ -83,6 +85,48 @@ def test_classification(tmp_path: Path, model: Path, several: bool) -> None:
         assert row["label"] == labels[int(want.argmax())]
         assert row["score"] == max(row["scores"].values())
     assert list(classification(str(tmp_path), HERE, top_k=1)("a")["scores"]) == [call("a")["label"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"), [(None, 1), ("regression", 1), ("regression", 2), ("multi_label_classification", 1)]
+)
+def test_scores_are_those_of_transformers(tmp_path: Path, model: Path, kind: str | None, labels: int) -> None:
+    """Guards rerankers, whose one logit a softmax makes 1 of for every text, and regressions, which aren't shares."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, pipeline
+
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(model, num_labels=labels, problem_type=kind)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    found = classification(str(tmp_path), HERE)(TEXTS)
+    for text, row in zip(TEXTS, found, strict=True):
+        (want,) = pipeline("text-classification", str(tmp_path), device="cpu", dtype="float32", top_k=None)([text])
+        assert row["scores"] == {each["label"]: pytest.approx(each["score"], rel=1e-4) for each in want}
+    assert len({row["score"] for row in found}) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("factory", "settings", "words"),
+    [
+        (embeddings, {"normalize": "False"}, "normalize must be true or false, not 'False'"),
+        (embeddings, {"truncate": 1}, "truncate must be true or false, not 1"),
+        (classification, {"truncate": "no"}, "truncate must be true or false, not 'no'"),
+        (classification, {"top_k": 0}, "top_k must be a whole number of at least 1, not 0"),
+        (classification, {"top_k": True}, "top_k must be a whole number"),
+        (classification, {"top_k": "3x"}, "top_k must be a whole number"),
+        (text_to_image, {"format": "bitmap"}, "format must be one that Pillow can save"),
+        (text_to_image, {"format": "../png"}, "format must be one that Pillow can save"),
+    ],
+)
+def test_settings_are_checked_before_a_model_is_loaded(factory: Any, settings: dict[str, Any], words: str) -> None:
+    """Guards against text that is taken for true, and against a setting that fails every item."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        factory("there is no such model", HERE, **settings)
+
+
+def test_formats_by_their_usual_names() -> None:
+    """Guards jpg, which Pillow knows as JPEG alone."""
+    assert [kind_of(name) for name in ("png", "jpg", "JPEG", "webp")] == ["PNG", "JPEG", "JPEG", "WEBP"]
 
 
 @pytest.mark.slow
