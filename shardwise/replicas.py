@@ -52,19 +52,18 @@ class Replicas:
         """Is any accepted request unfinished?"""
         return bool(self._home)
 
-    def retire(self, engine: Engine) -> bool:
-        """Give an engine nothing new, and let it go once it has no work: ask until it is gone; then close its ranks.
+    def retire(self, leaving: Sequence[Engine], least: int) -> tuple[list[Engine], list[Engine]]:
+        """Give these engines nothing new and let go of each that has no work, while there are more than ``least``.
 
-        The others take what is accepted from now on, so one of them must stay.
+        Returns those that are gone, whose ranks are to be closed, and those to ask for again until there are none:
+        where others were lost meanwhile, fewer need to go.
         """
-        if engine not in self._retiring and engine in self.engines:
-            self._retiring.append(engine)
-        if engine in self.engines and (engine.has_work or engine.in_flight):
-            return False
-        for each in (self.engines, self._retiring):
-            if engine in each:
-                each.remove(engine)
-        return True
+        there = [engine for engine in leaving if engine in self.engines]
+        there = self._retiring = there[: max(0, len(self.engines) - least)]
+        for engine in [engine for engine in there if not (engine.has_work or engine.in_flight)]:
+            there.remove(engine)
+            self.engines.remove(engine)
+        return [engine for engine in leaving if engine not in self.engines], list(there)
 
     def step(self, wake: int | None = None) -> list[Output]:
         """Keep every engine busy and return the news of those that have some; also for idle ones, whose ranks may fail.
@@ -127,7 +126,8 @@ class Replicas:
                     raise
                 self.engines.remove(engine)
                 engine.executor.close()
-            others = [other for other in self.engines if other.ready and other is not engine]
+            rest = [other for other in self.engines if other is not engine]
+            others = [other for other in rest if other.ready] or (rest if engine.lost else [])
             if others and (engine.lost or not failure.own):
                 for number in [number for number, home in self._home.items() if home is engine]:
                     self._home[number] = min(others, key=lambda other: other.load)

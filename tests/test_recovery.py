@@ -167,6 +167,34 @@ def test_another_replica_takes_over() -> None:
     assert first.load == second.load == 0
 
 
+def test_a_lost_engine_leaves_its_requests_to_ranks_that_start() -> None:
+    """Guards requests from being forgotten where their engine is given up while the others' ranks are replaced."""
+    counts = {"first": 0, "second": 0}
+
+    def wound(name: str, at: int) -> Callable[[Step], RankFailure | None]:
+        def of(step: Step) -> RankFailure | None:
+            counts[name] += 1
+            return KILLED if counts[name] == at else None
+
+        return of
+
+    class Never(Fragile):
+        def check(self) -> None:
+            self._looks -= 1
+            if self._looks < -2:
+                raise RankFailure(1, "host 1 is missing", final=True)
+
+        ready = False  # type: ignore[assignment]
+
+    first = make(wound("first", 4), lambda failed: Never(lambda step: None))
+    second = make(wound("second", 2), lambda failed: Fragile(lambda step: None, looks=20))
+    pair = Replicas([first, second])
+    asked = requests()
+    assert run(pair, asked) == {request.id: right(request) for request in asked}
+    assert first.lost
+    assert pair.engines == [second]
+
+
 def test_ranks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an endless loop of starts, and against losing what another replica can do."""
     monkeypatch.setattr(engine_room, "PAUSES", (0.0, 0.0, 0.0))
