@@ -244,6 +244,21 @@ def test_a_far_rank_that_is_stopped(stage: Stage, monkeypatch: pytest.MonkeyPatc
     assert "stopped" in failure_of(executor)
 
 
+def test_a_far_rank_that_takes_nothing(stage: Stage) -> None:
+    """Guards a host from a rank of it that hangs with more unread than a socket holds: it is killed, and replaced."""
+    stage.attend()
+    executor = stage.start()
+    executor.wait_ready()
+    executor._step_timeout = 1.0
+    for number in range(4):
+        executor.submit(step(number, {2: "hang"}, padding=400_000))
+    with pytest.raises(RankFailure, match="gave no result"):
+        executor.collect()
+    following = stage.start(former=executor)
+    following.wait_ready()
+    answers(following, 7)
+
+
 def test_a_host_is_lost_and_returns(stage: Stage) -> None:
     """Guards the loss of a host: the failure names it, what is asked of it waits, and its return is enough to go on."""
     sealed = []
@@ -308,9 +323,11 @@ def test_a_host_that_does_not_fit(stage: Stage) -> None:
 def test_silence_is_an_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a host that is cut off without a word, as by a pulled cable: it is lost after some seconds."""
     monkeypatch.setattr(link, "SILENCE", 0.5)
-    connection = knock(f"127.0.0.1 {stage.port}", SECRET.encode(), link.PURPOSE)
-    connection.send(msgspec.msgpack.encode(link.Hello(1, "mute", 2, agents.__version__)))
     executor = stage.start()
-    with pytest.raises(RankFailure, match=r"on host 1 \(mute\): the host is lost: nothing was heard for 0.5 s"):
-        executor.wait_ready()
-    connection.close()
+    connection = knock(f"127.0.0.1 {stage.port}", SECRET.encode(), link.PURPOSE)
+    try:
+        connection.send(msgspec.msgpack.encode(link.Hello(1, "mute", 2, agents.__version__)))
+        with pytest.raises(RankFailure, match=r"on host 1 \(mute\): the host is lost: nothing was heard for 0.5 s"):
+            executor.wait_ready()
+    finally:
+        connection.close()

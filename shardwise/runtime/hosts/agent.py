@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from queue import SimpleQueue
 from time import monotonic, sleep
 
 import msgspec
@@ -54,6 +55,8 @@ class Agent:
         """What to exit with, if the front has said."""
         self._forks = ForkServer(command)
         self._processes: dict[int, Process] = {}
+        self._inboxes: dict[int, SimpleQueue[bytes | None]] = {}
+        """What is on its way to each process; None is the end."""
         self._meetings: dict[int, tuple[ExitStack, int]] = {}
         self._sleepers: list[int] = []
         self._lock = threading.Lock()
@@ -92,10 +95,9 @@ class Agent:
         if isinstance(message, Fork):
             self._fork(message)
         elif isinstance(message, Data):
-            process = self._processes.get(message.number)
-            if process is not None:
-                with suppress(OSError):
-                    process.frames.connection.sendall(message.data)
+            inbox = self._inboxes.get(message.number)
+            if inbox is not None:
+                inbox.put(message.data)
         elif isinstance(message, Kill):
             process = self._processes.get(message.number)
             if process is not None:
@@ -125,9 +127,17 @@ class Agent:
             self._link.tell(Ended(order.number, 1, str(error).encode()))
             return
         process.frames.connection.setblocking(True)
+        inbox: SimpleQueue[bytes | None] = SimpleQueue()
         with self._lock:
-            self._processes[order.number] = process
+            self._processes[order.number], self._inboxes[order.number] = process, inbox
+        threading.Thread(target=self._feed, args=(process, inbox), name="from front", daemon=True).start()
         threading.Thread(target=self._carry, args=(order.number, process), name="to front", daemon=True).start()
+
+    def _feed(self, process: Process, inbox: SimpleQueue[bytes | None]) -> None:
+        """What the front writes to a process, which may take its time, or hang until it is killed."""
+        with suppress(OSError):
+            while (data := inbox.get()) is not None:
+                process.frames.connection.sendall(data)
 
     def _carry(self, number: int, process: Process) -> None:
         """What a process writes, to the front; and then how it ended."""
@@ -139,6 +149,9 @@ class Agent:
         process.epitaph()  # waits for its last lines
         with self._lock:
             self._processes.pop(number, None)
+            self._inboxes.pop(number).put(None)
+        with suppress(OSError):
+            process.frames.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that writes to it
         process.bury(0.0)
         self._link.tell(Ended(number, process.status or 0, process.output.tail))
 
