@@ -30,6 +30,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 HEADER_NAMES = re.compile(rb"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+)*")
 SAFE = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+ENDING = "the server is shutting down"
 RETRY_AFTER = 5
 """Seconds after which a client may ask again when this process ends: another may have taken its place."""
 
@@ -117,6 +118,8 @@ class Guard:
         if self._keys and not is_open:
             scope["state"]["key"] = self._key(headers.get(b"authorization", b""))
         length = int(headers.get(b"content-length", b"0"))
+        if is_open and (length or b"transfer-encoding" in headers):  # else anyone could make us read and parse
+            raise ApiError(413, "this route takes no body")
         if length > config.max_body:
             raise ApiError(413, f"the body has {length} bytes; at most {config.max_body} are taken")
         is_raw = self._is_raw(scope["path"])
@@ -131,7 +134,7 @@ class Guard:
             return None
         if self._is_draining() and not is_open and scope["path"] != "/metrics":
             answer.headers.append((b"connection", b"close"))  # only now: unread bytes would reset the connection
-            raise ApiError(503, "the server is shutting down", retry_after=RETRY_AFTER)
+            raise ApiError(503, ENDING, retry_after=RETRY_AFTER)
         if scope["path"] in self._busy and scope["method"] == "POST":
             self._turn_away(scope["state"]["key"])
         if body:

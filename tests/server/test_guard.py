@@ -25,7 +25,7 @@ from shardwise.server import document
 from shardwise.server.config import ServerConfig
 from shardwise.server.document import MAX_DEPTH, MAX_VALUES, check_document
 from shardwise.server.errors import ApiError
-from shardwise.server.guard import Guard
+from shardwise.server.guard import OPEN, Guard
 from shardwise.server.logs import set_up_logs
 
 
@@ -286,6 +286,15 @@ def test_sizes_and_types_of_bodies() -> None:
         == 200
     )
     assert refused(ask(config, "POST", content=b"{}", headers={**JSON, "Content-Encoding": "gzip"}), 415)
+
+
+def test_health_takes_no_body() -> None:
+    """Guards against bodies that anyone, without a key, may have the server read and parse."""
+    config = ServerConfig(api_keys=KEYS)
+    with patch("shardwise.server.guard._read", side_effect=AssertionError):
+        for path in OPEN:
+            for length in ({}, {"Transfer-Encoding": "chunked"}):
+                assert refused(ask(config, "POST", path, content=b"[1]", headers={**JSON, **length}), 413)
 
 
 def test_request_ids() -> None:
