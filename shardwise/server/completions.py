@@ -24,7 +24,7 @@ from shardwise.server.errors import ApiError
 from shardwise.server.fields import Ids, SamplingFields, Texts, one_of
 from shardwise.server.models import check_model
 from shardwise.server.reading import LOWEST, prompt_scored
-from shardwise.server.running import STREAMED, Running, answer, frame, prepare, stream
+from shardwise.server.running import STREAMED, Running, answer, check_count, frame, prepare, stream
 from shardwise.tokenizer import Tokenizer
 
 MAX_TOKENS = 16
@@ -79,6 +79,7 @@ def router(deps: Deps) -> APIRouter:
         """Continue one or more prompts."""
         call = Call(deps, body, check_model(deps, body.model))
         params, prompts = body.sampling(deps), body.prompts(deps)
+        check_count(deps, len(prompts) * params.n)
 
         def make() -> list[Prepared]:
             read = [encode(deps, body, prompt) for prompt in prompts]
@@ -178,6 +179,8 @@ class Choices:
         self._held: list[Output] = []
         self._scores: list[Logprob] = []
         """Of the prompt, from its second token on."""
+        self._waits = prepared.params.prompt_logprobs is not None
+        """For these, before anything is told."""
         self._shown: dict[int, Shown] = {}
         """Of each continuation that has begun."""
 
@@ -185,7 +188,9 @@ class Choices:
         """What one piece brings. All wait for the prompt's log-probabilities, which come with number 0."""
         self._scores += output.prompt_logprobs
         self._held.append(output)
-        if self._prepared.params.prompt_logprobs is not None and len(self._scores) < len(self._prepared.tokens) - 1:
+        ended = output.index == 0 and output.finish_reason is not None  # then no more will come: it may be aborted
+        self._waits = self._waits and not ended and len(self._scores) < len(self._prepared.tokens) - 1
+        if self._waits:
             return []
         ready, self._held = self._held, []
         return [self._piece(each) for each in ready if each.text or each.token_ids or each.finish_reason]
@@ -246,7 +251,7 @@ class Shown:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for at, token in enumerate(tokens if lists is not None else ()):
             assert lists is not None
-            self._add(lists, token, scores[at - 1] if at else None)
+            self._add(lists, token, scores[at - 1] if 0 < at <= len(scores) else None)
             spelt = decoder.decode(self._tokenizer.spell(token))
             if not text.startswith(spelt, self._offset):
                 bare = spelt.removeprefix(" ")  # what a SentencePiece vocabulary sets before the first word

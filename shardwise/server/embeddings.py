@@ -21,8 +21,9 @@ from shardwise.params import SamplingParams
 from shardwise.server.deps import Deps
 from shardwise.server.errors import ApiError
 from shardwise.server.fields import Fields, Ids, Texts, one_of
+from shardwise.server.guard import ENDING, RETRY_AFTER
 from shardwise.server.models import check_model
-from shardwise.server.running import Running, answer, prepare
+from shardwise.server.running import Running, answer, check_count, prepare
 
 Inputs = str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
 
@@ -61,6 +62,7 @@ def router(deps: Deps) -> APIRouter:
         """A vector for each input."""
         model = check_model(deps, body.model)
         inputs = body.inputs(deps)
+        check_count(deps, len(inputs))
         params = SamplingParams(max_tokens=0)
 
         def make() -> list[Prepared]:
@@ -70,6 +72,8 @@ def router(deps: Deps) -> APIRouter:
         async def whole(running: Running) -> dict[str, Any]:
             found: list[Sequence[float]] = [()] * len(inputs)
             async for at, output in running:
+                if output.finish_reason == "abort":
+                    raise ApiError(503, ENDING, retry_after=RETRY_AFTER)
                 if output.finish_reason is not None:
                     found[at] = output.embedding
             size = len(found[0])

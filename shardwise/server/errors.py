@@ -43,7 +43,10 @@ SHAPE = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` names the field at fault, ``retry_after`` is in whole seconds."""
+    """An answer that is an error. ``param`` names the field at fault, ``retry_after`` is in whole seconds.
+
+    An ``is_final`` one is not to be asked for again, though its status is one that clients try again by themselves.
+    """
 
     def __init__(
         self,
@@ -53,9 +56,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.is_final = is_final
 
     def document(self, request_id: str | None = None) -> dict[str, Any]:
         """The body of the answer."""
@@ -65,4 +70,5 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that go with the answer."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return {**found, "x-should-retry": "false"} if self.is_final else found  # which OpenAI's clients heed

@@ -120,7 +120,7 @@ class Metrics:
         if not known.num_left:
             self._whole.add(self._clock() - ticket.entered)
         else:
-            reason = "disconnect" if stream._cut is None else stream._cut.reason
+            reason = "disconnect" if stream.cut_by is None else stream.cut_by.reason
             self._finished[reason] += known.num_left
 
     def refused(self, status: int) -> None:

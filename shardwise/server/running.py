@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -62,6 +63,12 @@ def prepare(
     if body.limit is None:
         blocks = deps.service.replicas.engines[0].scheduler.pool.num_blocks
         room = max(1, min(room, blocks * BLOCK + 1 - len(tokens)))
+    if params.min_tokens > room:
+        raise ApiError(
+            400,
+            f"min_tokens {params.min_tokens} is too many: after the prompt there is room for {room} tokens",
+            param="min_tokens",
+        )
     if params.max_tokens > room:
         params = replace(params, max_tokens=room)
     prepared = deps.intake.prepare(text, tokens, params, salt=salt_of(deps, request))
@@ -85,6 +92,13 @@ def turn_away(deps: Deps, key: str) -> None:
         raise _told(deps, refused) from None
 
 
+def check_count(deps: Deps, count: int) -> None:
+    """Raise ApiError for more continuations in a call than the server ever takes: before any of them is prepared."""
+    most = deps.service.admission.largest[0]
+    if count > most:
+        raise _told(deps, Refused(400, f"{count} continuations are more than the server ever takes ({most})"))
+
+
 def _told(deps: Deps, refused: Refused) -> ApiError:
     deps.service.metrics.refused(refused.status)
     return ApiError(refused.status, refused.message, retry_after=refused.retry_after)
@@ -101,11 +115,16 @@ class Running:
         self.prepared: Sequence[Prepared] = ()
         self.request_id: str | None = getattr(request.state, "request_id", None)
         self._deps = deps
+        self._state = request.state
         self._key: str = getattr(request.state, "key", "")
         self._streams: list[Stream] = []
         self._next: dict[asyncio.Future[Output | None], int] = {}
         self._ready: deque[tuple[int, Output]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._first_token_s: float | None = None
+        self._ends: set[str] = set()
+        """The finish reasons that have come."""
+        self._is_closed = False
 
     async def begin(self, body: Fields, prepare: Prepare) -> None:
         """Prepare and submit; ApiError for what is refused, and then nothing is running."""
@@ -118,7 +137,8 @@ class Running:
         except ValueError as error:
             raise body.refusal(error) from None
         except Refused as refused:
-            self.close()
+            while self._streams:
+                self._streams.pop().close()
             raise _told(self._deps, refused) from None
         if len(self._streams) > 1:
             self._next = {asyncio.ensure_future(self._piece(at)): at for at in range(len(self._streams))}
@@ -152,7 +172,12 @@ class Running:
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Let go of what is unfinished; harmless when repeated."""
+        """Let go of what is unfinished, and tell the log of what there was; harmless when repeated."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._streams:
+            self._state.log = {**getattr(self._state, "log", {}), **self._figures()}
         if self._timer is not None:
             self._timer.cancel()
         for stream in self._streams:
@@ -166,17 +191,26 @@ class Running:
             return await asyncio.to_thread(prepare)
         return await compiled(self._deps, prepare)
 
+    def _figures(self) -> dict[str, Any]:
+        """For the log."""
+        cut = next((stream.cut_by.reason for stream in self._streams if stream.cut_by is not None), None)
+        if cut is None and "error" in self._ends:
+            cut = "error"
+        elif cut is None and any(stream.places for stream in self._streams):
+            cut = "disconnect"
+        return {
+            "prompt_tokens": sum(len(prepared.tokens) for prepared in self.prepared),
+            "generated_tokens": sum(stream.num_tokens for stream in self._streams),
+            "first_token_s": self._first_token_s,
+            "reason": cut or ",".join(sorted(self._ends)) or None,
+        }
+
     def _check_sum(self) -> None:
         """Prompts that fit one by one may never fit together."""
-        parts = sum(len(each.parts) for each in self.prepared)
         cost = sum(each.cost for each in self.prepared)
-        most_parts, most_cost = self._deps.service.admission.largest
-        if parts > most_parts or cost > most_cost:
-            raise Refused(
-                400,
-                f"{parts} continuations of {cost} tokens in all, prompts included, are more than the server ever takes "
-                f"({most_parts} and {most_cost}): ask for less",
-            )
+        most = self._deps.service.admission.largest[1]
+        if cost > most:
+            raise Refused(400, f"{cost} tokens, prompts included, are more than the server ever takes ({most})")
 
     async def _piece(self, at: int) -> Output | None:
         try:
@@ -185,12 +219,16 @@ class Running:
             return None
         except Cut as cut:
             retry_after = self._deps.service.admission.retry_after if cut.status in (429, 503) else None
-            raise ApiError(cut.status, str(cut), retry_after=retry_after) from None
+            raise ApiError(cut.status, str(cut), retry_after=retry_after, is_final=cut.status == 408) from None
+        if output.token_ids and self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self._streams[at].ticket.entered
+        if output.finish_reason is not None:
+            self._ends.add(output.finish_reason)
         if output.unsatisfiable:
             raise ApiError(400, output.error)
         if output.finish_reason == "error":
             log.error("request %s failed: %r", self.request_id, output.error)
-            raise ApiError(500, INTERNAL)
+            raise ApiError(500, INTERNAL, is_final=True)
         return output
 
     def _expire(self) -> None:

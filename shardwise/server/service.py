@@ -61,7 +61,8 @@ class Stream:
         self._pieces: deque[Output] = deque()
         self._backlog = 0
         self._watched = False
-        self._cut: Cut | None = None
+        self.cut_by: Cut | None = None
+        """What has ended it before its time."""
         self._news = asyncio.Event()
 
     def __aiter__(self) -> Stream:
@@ -69,8 +70,8 @@ class Stream:
 
     async def __anext__(self) -> Output:
         while not self._pieces:
-            if self._cut is not None:
-                raise self._cut
+            if self.cut_by is not None:
+                raise self.cut_by
             if not self.places:
                 raise StopAsyncIteration
             self._news.clear()
@@ -100,7 +101,7 @@ class Stream:
     def cut(self, cut: Cut) -> None:
         """End it: what has come is dropped, and whoever reads on gets the exception."""
         self._pieces.clear()
-        self._cut = cut
+        self.cut_by = cut
         self._news.set()
         self.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -114,6 +115,19 @@ async def client(deps: Deps, *routers: Router) -> AsyncIterator[httpx.AsyncClien
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with _lifespan(app), httpx.AsyncClient(transport=transport, base_url=BASE, timeout=60) as found:
         yield found
+
+
+@asynccontextmanager
+async def held(deps: Deps) -> AsyncIterator[None]:
+    """The engines take no step, and no request, meanwhile."""
+    go = threading.Event()
+    holding = asyncio.ensure_future(deps.service.change(lambda _: go.wait(60)))
+    await asyncio.sleep(0)  # it begins, and is before all that comes
+    try:
+        yield
+    finally:
+        go.set()
+        await holding
 
 
 @asynccontextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -21,7 +23,7 @@ from shardwise.schedule.sequence import News
 from shardwise.server import completions, tokens
 from shardwise.server.deps import Deps
 from tests.harness import threaded_llm
-from tests.server.conftest import client_of, deps_on, serving, wait_for
+from tests.server.conftest import client, client_of, deps_on, held, serving, wait_for
 
 ROUTES = completions.router, tokens.router
 LAYOUTS = ["1", "tp2", "pp2"]
@@ -183,6 +185,14 @@ def test_more_than_the_context(api: Api) -> None:
 
 
 # Small caches
+
+
+def test_fewer_tokens_than_asked_for(single: Api) -> None:
+    """Guards against a refusal that speaks of a max_tokens which nobody has said."""
+    message = single.refused("min_tokens", prompt=[5] * 250, max_tokens=100, min_tokens=50)
+    assert "room for 6 tokens" in message
+    assert "max_tokens" not in message
+    assert single.post(prompt=[5] * 250, max_tokens=100, min_tokens=6)["usage"]["completion_tokens"] == 6
 
 
 def test_more_than_the_cache(text_model: Path) -> None:
@@ -624,6 +634,7 @@ def test_too_slow(text_model: Path) -> None:
     with server(text_model, request_timeout=0.01) as api:
         answer = api.send(prompt=PROMPT, max_tokens=200, ignore_eos=True, n=32)
         assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
+        assert answer.headers["x-should-retry"] == "false"
         wait_for(lambda: api.deps.service.num_open == 0)
 
 
@@ -644,6 +655,7 @@ def test_a_poisoned_request(text_model: Path, monkeypatch: pytest.MonkeyPatch, a
         beside = pool.submit(api.text, **body)
         answer = api.send(prompt=[33, 34], **body)
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
+        assert answer.headers["x-should-retry"] == "false"  # else clients bring the poison back by themselves
         assert beside.result() == alone
         if at == 0:
             assert api.send(prompt=[33, 34], stream=True, **body).status_code == 500
@@ -675,6 +687,33 @@ def clone(source: Path, path: Path, backend: dict[str, Any], **settings: str) ->
     (path / "tokenizer.json").write_text(json.dumps(backend))
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**config, **settings}))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_drain_that_runs_out(text_model: Path, streamed: bool) -> None:
+    """Guards against an answer without choices, where the prompt's scores never came: each tells that it is cut off."""
+    body = {"model": "tiny", "prompt": "hi", "echo": True, "logprobs": 1, "n": 2, "stream": streamed}
+
+    async def scene(deps: Deps) -> httpx.Response:
+        async with client(deps) as http, held(deps):
+            asked = asyncio.ensure_future(http.post("/v1/completions", json=body))
+            while deps.service.num_open < 2:
+                await asyncio.sleep(0.01)
+            await deps.service.drain(0.01)
+            return await asked
+
+    with deps_on(text_model, served_model_names=("tiny",)) as deps:
+        answer = asyncio.run(scene(deps))
+    lines = answer.text.split("\n\n")[:-2] if streamed else [answer.text]
+    choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+    assert {choice["index"]: choice["finish_reason"] for choice in choices} == {0: "abort", 1: "abort"}
+    assert all(choice["logprobs"]["token_logprobs"] == [None, None] for choice in choices)
+
+
+def test_more_prompts_than_there_is_room_for(text_model: Path) -> None:
+    """Guards memory and time: many prompts times many continuations are refused before any prompt is tokenised."""
+    with server(text_model, max_queue_requests=8) as api, patch.object(completions, "encode", side_effect=ValueError):
+        assert "9 continuations" in api.refused(None, prompt=["x"] * 3, n=3)
 
 
 def test_official_client(text_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import json
@@ -10,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from shardwise import reference
 from shardwise.engine import Engine, Output
+from shardwise.intake import Intake
 from shardwise.open import make_scheduler
 from shardwise.params import SamplingParams
 from shardwise.replicas import Replicas
@@ -29,9 +32,10 @@ from shardwise.schedule.scheduler import Scheduler
 from shardwise.schedule.sequence import Request
 from shardwise.schedule.step import Step
 from shardwise.server import completions, embeddings
+from shardwise.server.deps import Deps
 from tests import tiny
 from tests.harness import NoText, plan_of, replicas_of, threads, whole_weights
-from tests.server.conftest import deps_on, serving
+from tests.server.conftest import client, deps_on, held, serving
 
 LENGTHS = 1, 16, 17, 50, 90
 PROMPTS = [tuple((7 * at + 3 * length) % 67 for at in range(length)) for length in LENGTHS]
@@ -313,3 +317,32 @@ def test_beside_completions(http: httpx.Client) -> None:
     assert told.status_code == 200
     assert vectors(http, input=[text, text]) == [alone, alone]
     assert vectors(http, input=text, pooling="last") == vectors(http, input=text, pooling="last")
+
+
+def test_a_drain_that_runs_out(text_model: Path) -> None:
+    """Guards against empty vectors, told as if all were well, of requests that the end of a drain has cut off."""
+
+    async def scene(deps: Deps) -> None:
+        async with client(deps) as http, held(deps):
+            bodies: list[dict[str, Any]] = [{"input": "hi"}, {"input": ["hi", "there"], "encoding_format": "base64"}]
+            asked = [asyncio.ensure_future(http.post("/v1/embeddings", json={"model": "tiny", **b})) for b in bodies]
+            while deps.service.num_open < 3:
+                await asyncio.sleep(0.01)
+            await deps.service.drain(0.01)
+            for answer in await asyncio.gather(*asked):
+                assert answer.status_code == 503, answer.text
+                assert int(answer.headers["retry-after"]) >= 1
+
+    with deps_on(text_model, served_model_names=("tiny",)) as deps:
+        asyncio.run(scene(deps))
+
+
+def test_more_inputs_than_there_is_room_for(text_model: Path) -> None:
+    """Guards against inputs that are tokenised, and then refused for their number."""
+    with (
+        deps_on(text_model, max_queue_requests=2, served_model_names=("tiny",)) as deps,
+        serving(deps, embeddings.router) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+        patch.object(Intake, "encode", side_effect=AssertionError),
+    ):
+        assert http.post("/v1/embeddings", json={"model": "tiny", "input": ["x"] * 3}).status_code == 400

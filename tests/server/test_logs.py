@@ -7,16 +7,24 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.engine import Engine, Output
+from shardwise.schedule.sequence import News
 from shardwise.server.logs import FORMATS, LONGEST, escape, log_access, set_up_logs
+from tests.server.conftest import client_of, deps_on, serving, wait_for
 
 NASTY = "a\r\n2026-01-01T00:00:00.000Z INFO forged\x1b[2J\x07\u2028\u202eb\x85\ud800"
 NAMES = ("", "shardwise", "shardwise.access", "uvicorn", "uvicorn.error", "uvicorn.access", "py.warnings")
+FIGURES = ("prompt_tokens", "generated_tokens", "reason")
 Write = Callable[..., Callable[[], list[str]]]
 
 log = logging.getLogger("shardwise")
@@ -152,3 +160,51 @@ def test_escape() -> None:
     """R39: guards the escapes: plain text of any language is as it was, and nothing else can look like an escape."""
     assert escape("grüße, 世界") == "grüße, 世界"
     assert escape("a\nb\\n\x1b[0m") == r"a\nb\\n\x1b[0m"
+
+
+def test_what_requests_came_to(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """R39: guards the figures in a request's line, also where a stream that began well ends in an error."""
+    caplog.set_level(logging.INFO, "shardwise.access")
+    plain: Callable[[Engine, News], Output] = Engine._text_of
+
+    def poisoned(self: Engine, news: News) -> Output:
+        if news.sequence.request.prompt[0] == 33 and news.sequence.num_generated > 3:
+            raise RuntimeError("poison")
+        return plain(self, news)
+
+    def line(number: str) -> dict[str, Any]:
+        told = (getattr(record, "fields", {}) for record in list(caplog.records))
+        return next((fields for fields in told if fields.get("request_id") == number), {})
+
+    body = {"model": "tiny", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with (
+        deps_on(text_model, served_model_names=("tiny",)) as deps,
+        serving(deps) as url,
+        client_of(url) as http,
+        patch.object(Engine, "_text_of", poisoned),
+    ):
+
+        def send(number: str, **more: Any) -> AbstractContextManager[httpx.Response]:
+            return http.stream("POST", "/v1/completions", json={**body, **more}, headers={"X-Request-Id": number})
+
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("whole", {"stream": False, "prompt": [[5, 6], [7]], "max_tokens": 4, "n": 2}),
+            ("poison", {"prompt": [33, 34], "allowed_token_ids": list(range(40, 90))}),  # letters, whole at once
+            ("refused", {"prompt": [5], "nonsense": 1}),
+        ]
+        for number, more in asked:
+            with send(number, **more) as answer:
+                answer.read()
+        with send("gone", prompt=[5, 6, 7], n=8) as answer:
+            next(answer.iter_lines())
+        numbers = "whole", "poison", "refused", "gone"
+        wait_for(lambda: all(map(line, numbers)))
+        whole, poison, refused, gone = map(line, numbers)
+    assert [whole[name] for name in FIGURES] == [3, 16, "length"]
+    assert 0 < whole["first_token_s"] < whole["seconds"]
+    assert (poison["status"], poison["prompt_tokens"], poison["reason"]) == (200, 2, "error")
+    assert poison["generated_tokens"] >= 3
+    assert refused["status"] == 400
+    assert not {*FIGURES, "first_token_s"} & set(refused)
+    assert (gone["prompt_tokens"], gone["reason"]) == (3, "disconnect")
+    assert 0 < gone["generated_tokens"] < 8 * 200
