@@ -28,7 +28,7 @@ def check_document(body: bytes) -> None:
 
     Depth and size are bounded; duplicate names, NaN, infinities and halves of characters are refused.
     """
-    _check_shape(body)
+    check_shape(body)
     try:
         text = body.decode("utf-8")
         document = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
@@ -44,8 +44,11 @@ def check_document(body: bytes) -> None:
         raise ApiError(400, "the body holds a number that is too long") from None
 
 
-def _check_shape(body: bytes) -> None:
-    """In linear time and little memory whatever the bytes are; up to where the body ceases to be JSON, it is exact."""
+def check_shape(body: bytes) -> None:
+    """Raise ApiError 400 for what is too deep or has too many values.
+
+    In linear time and little memory whatever the bytes are; up to where the body ceases to be JSON, it is exact.
+    """
     skeleton = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, OTHERS)
     num_values = depth = 0
     inside = False

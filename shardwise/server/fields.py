@@ -29,12 +29,20 @@ KNOWN = frozenset(field.name for field in fields(SamplingParams))
 
 
 def one_of(kinds: str) -> WrapValidator:
-    """For a field of several types: one sentence about the field, instead of an error for each type and each item."""
+    """For a field of several types: one sentence about the field, instead of an error for each type and each item.
+
+    Where what is wrong is a field of an object within it, that one is named.
+    """
 
     def check(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
             return inner(value)
-        except ValidationError:
+        except ValidationError as error:
+            found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+            where = found["loc"][1:]  # without the type that it was tried as
+            if any(isinstance(part, str) for part in where):
+                told = PydanticCustomError(found["type"], found["msg"])  # type: ignore[arg-type]
+                raise ValidationError.from_exception_data("", [{"type": told, "loc": where, "input": None}]) from None
             raise PydanticCustomError("kinds", "Input should be {kinds}", {"kinds": kinds}) from None
 
     return WrapValidator(check)

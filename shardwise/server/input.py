@@ -37,7 +37,7 @@ class Part(Body):
     input_audio: Any = None
 
 
-Content = Annotated[str | list[Part], one_of("a text or a list of parts")]
+Content = Annotated[str | Annotated[list[Part], Field(fail_fast=True)], one_of("a text or a list of parts")]
 
 
 class Item(Body):

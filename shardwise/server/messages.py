@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shardwise.server.document import check_shape
 from shardwise.server.errors import ApiError
 from shardwise.server.fields import Body, one_of
 
@@ -28,6 +29,9 @@ class Part(Body):
     audio_url: Any = None
     video_url: Any = None
     file: Any = None
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True)]
 
 
 class FunctionCall(Body):
@@ -51,7 +55,7 @@ class Message(Body):
     """One message of a conversation; which fields it may have depends on its role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[Part], one_of("a text or a list of parts")] | None = None
+    content: Annotated[str | Parts, one_of("a text or a list of parts")] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=1000)] | None = None
     tool_call_id: str | None = None
@@ -131,9 +135,10 @@ def _check(message: Message, where: str) -> None:
 
 
 def arguments_of(text: str) -> Any:
-    """Arguments as templates want them, which write them as JSON themselves; what the model broke stays text."""
+    """Arguments as templates want them, which write them as JSON themselves; what is broken or too deep stays text."""
     try:
+        check_shape(text.encode())
         value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+    except (ValueError, ApiError):
         return text
     return value if isinstance(value, dict) else text

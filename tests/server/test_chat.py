@@ -21,6 +21,7 @@ from tests.server.dictation import END, Api, dictated, save_chat_model
 
 CHAT = "/v1/chat/completions"
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+TEXT: dict[str, Any] = {"type": "text", "text": "hi"}
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +257,13 @@ REFUSED: list[tuple[str | None, dict[str, Any]]] = [
     ("echo", {"echo": True}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
     ("guided_regex", {"guided_regex": "("}),
+    (
+        "messages.0.content.1.cache_control",
+        {"messages": [{"role": "user", "content": [TEXT, {**TEXT, "cache_control": {"type": "ephemeral"}}]}]},
+    ),
+    ("messages.0.content.0.text", {"messages": [{"role": "user", "content": [{**TEXT, "text": 5}]}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": ["hi"]}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": 5}]}),
 ]
 
 

@@ -16,6 +16,8 @@ from shardwise.params import SamplingParams
 from shardwise.parsers import parse
 from shardwise.server import chat
 from shardwise.server.config import ServerConfig
+from shardwise.server.document import MAX_DEPTH
+from shardwise.server.messages import arguments_of
 from shardwise.server.tools import SHAPES, Offer, Tool, new_call_id
 from tests.server.dictation import END, Api, dictated, save_chat_model
 
@@ -162,6 +164,23 @@ def test_a_conversation_with_tools(api: Api) -> None:
     assert "tool_calls" not in choice["message"]
 
 
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 600, 100_000])
+def test_arguments_that_are_nested(depth: int) -> None:
+    """Guards against an internal error for what a model, or a client, has nested deeper than any code can follow."""
+    text = '{"a":' * depth + "1" + "}" * depth
+    value = arguments_of(text)
+    assert (value == text) is (depth > MAX_DEPTH)
+    assert arguments_of('{"a": ["}"]}') == {"a": ["}"]}
+    assert arguments_of("") == {}
+
+
+def test_a_conversation_with_nested_arguments(server: Api) -> None:
+    """Guards the route against the same: here it is only too long."""
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert "context" in server.refused(CHAT, "messages", messages=messages)
+
+
 def test_no_calls_when_there_may_be_none(api: Api) -> None:
     """Guards against text read as calls where none may be made."""
     text = TEXTS["hermes"] % "{}"
@@ -205,6 +224,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tools": None, "tool_choice": "auto"}),
     ("tool_choice", {"tools": [], "tool_choice": "required"}),
     ("tool_choice.function.name", {"tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    ("tool_choice.function.name", {"tool_choice": {"type": "function", "function": {}}}),
+    ("tool_choice.function.bogus", {"tool_choice": {"type": "function", "function": {"name": "f", "bogus": 1}}}),
     ("guided_regex", {"guided_regex": "a"}),
     ("response_format", {"tool_choice": "required", "response_format": {"type": "json_object"}}),
     ("parallel_tool_calls", {"parallel_tool_calls": "yes"}),
