@@ -189,11 +189,16 @@ class Answer:
 
     async def _pieces(self, running: Running, reading: Reading, items: Items) -> AsyncGenerator[Event, None]:
         top = self._body.top_logprobs or 0
+        num_held = 0  # tokens whose text the parser has kept so far
         async for _, output in running:
+            num_held += len(output.token_ids)
             scores = scored(self._deps.intake.tokenizer, output.logprobs, top)
             for delta in reading.push(output):
-                if delta.reasoning and not delta.content and not delta.tool_calls:
-                    self._num_reasoning += len(output.token_ids)
+                told = bool(delta.content or delta.tool_calls)
+                if delta.reasoning and not told:
+                    self._num_reasoning += num_held
+                if delta.reasoning or told:
+                    num_held = 0
                 for event in items.push(delta, scores):
                     yield event
                 scores = []

@@ -143,6 +143,18 @@ def test_an_answer_that_is_cut(single: Api) -> None:
     assert single.events(ROUTE, input="hi", max_output_tokens=3, ignore_eos=True)[-1]["type"] == "response.incomplete"
 
 
+def test_reasoning_that_is_cut(single: Api) -> None:
+    """Guards the count of reasoning from what was held back, as it might have been a mark, when the answer is cut."""
+    text = "<think>because</thi"
+    single.say(text)
+    found = single.post(ROUTE, input="hi", max_output_tokens=len(text))
+    assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "because</thi"}]
+    usage = found["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"] == len(text)
+    single.say("<think>a</think>b")
+    assert single.post(ROUTE, input="hi")["usage"]["output_tokens_details"]["reasoning_tokens"] == len("<think>a")
+
+
 def test_constraints(api: Api) -> None:
     """C86: guards against a text.format or a tool_choice that doesn't hold, on layouts."""
     shape = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -187,7 +199,7 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input", {"input": []}),
     ("input", {"input": 3}),
-    ("input", {"input": [{"type": "web_search_call"}]}),
+    ("input.0.type", {"input": [{"type": "web_search_call"}]}),
     ("input", {"input": "x" * 9000}),
     ("input", {"input": "forbidden"}),
     ("input.0.content", {"input": [{"role": "user"}]}),
@@ -224,6 +236,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": "required"}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"tools": []}}),
     ("bogus", {"bogus": 1}),
+    ("input.0.bogus", {"input": [{"role": "user", "content": "hi", "bogus": 1}]}),
+    ("input.0.content.0.bogus", {"input": [{"role": "user", "content": [{"type": "text", "text": "a", "bogus": 1}]}]}),
+    ("input.1.type", {"input": [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "x"}]}),
 ]
 
 
