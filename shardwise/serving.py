@@ -71,7 +71,12 @@ def serve(
         list[str] | None, typer.Option("--allowed-host", help="Name that clients may know us by; several times.")
     ] = None,
     max_queue_requests: Annotated[int, typer.Option(help="Most continuations queued or running; then 429.")] = 1024,
-    max_queue_tokens: Annotated[int, typer.Option(help="Most tokens that all of them may need; then 429.")] = 1_048_576,
+    max_queue_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens that all of them may need; then 429. Default: what --max-num-seqs contexts hold."
+        ),
+    ] = None,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that a request may wait for its turn.")] = 120.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take in all.")] = 3600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that requests may go on after SIGTERM.")] = 30.0,
@@ -238,4 +243,5 @@ def chat(
     EngineConfig(**settings)
     settings = {name: value for name, value in settings.items() if name in given}
     params = {name: given[name] for name in PARAMS if name in given}
-    sys.exit(run(Job(url, api_key, model, settings, generation_config, system, params)))
+    key = [*api_key.split(), ""][0]  # the variable may hold several, as for the server
+    sys.exit(run(Job(url, key, model, settings, generation_config, system, params)))

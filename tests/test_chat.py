@@ -19,9 +19,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner
 
 from shardwise.answers import Local, Messages, NoAnswer, Piece, Server, events
 from shardwise.chat import Chat, Job, printable, run, stoppable
+from shardwise.cli import app
 from shardwise.conversation import PARAMS, Conversation
 from tests.harness import start_threads
 from tests.server.conftest import deps_on, serving
@@ -504,3 +506,13 @@ def test_ctrl_c_on_a_terminal(web: Any, tmp_path: Path) -> None:
         assert terminal.process.wait(30) == 0
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert roles(saved["messages"]) == "u:wait a:grüße"
+
+
+def test_a_variable_for_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server's list of keys being sent as if it were one."""
+    jobs: list[Job] = []
+    monkeypatch.setattr("shardwise.chat.run", lambda job: jobs.append(job) or 0)
+    for keys in ("sk-one sk-two", "sk-one", " ", ""):
+        done = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:1/v1"], env={"SHARDWISE_API_KEY": keys})
+        assert done.exit_code == 0, done.output
+    assert [job.api_key for job in jobs] == ["sk-one", "sk-one", "", ""]

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwise.server.config import QUEUE_TOKENS
 from shardwise.server.fair import FairQueue, Ticket
 
 __all__ = ["Admission", "Refused", "Ticket"]
@@ -73,21 +74,21 @@ class _Bound:
 class Admission:
     """A bounded queue of requests, and the count of those that run.
 
-    ``max_requests`` continuations and ``max_tokens`` tokens may be waiting or running. Where ``num_keys`` above 1 share
-    it, half of both is divided among the keys and each is sure of its part, whatever the others ask for.
-    ``queue_timeout`` is in seconds.
+    ``max_requests`` continuations and ``max_tokens`` tokens (None: QUEUE_TOKENS) may be waiting or running. Where
+    ``num_keys`` above 1 share it, half of both is divided among the keys and each is sure of its part, whatever the
+    others ask for. ``queue_timeout`` is in seconds.
     """
 
     def __init__(
         self,
         max_requests: int,
-        max_tokens: int,
+        max_tokens: int | None,
         queue_timeout: float,
         clock: Callable[[], float] = time.monotonic,
         num_keys: int = 1,
     ) -> None:
         self._parts = _Bound(max_requests, max(1, num_keys))
-        self._tokens = _Bound(max_tokens, max(1, num_keys))
+        self._tokens = _Bound(QUEUE_TOKENS if max_tokens is None else max_tokens, max(1, num_keys))
         self._queue_timeout = queue_timeout
         self._clock = clock
         self._queue = FairQueue()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from shardwise.params import MAX_N
+from shardwise.params import MAX_LOGPROBS, MAX_N
+
+QUEUE_TOKENS = 2**20
+"""What a queue holds at least, where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class ServerConfig:
     """Host headers besides the host that is listened on and, on a loopback address, localhost; "*" allows any."""
     max_queue_requests: int = 1024
     """Continuations that may be queued or running; more are refused with 429."""
-    max_queue_tokens: int = 1_048_576
-    """Tokens that all of those may need, prompts included."""
+    max_queue_tokens: int | None = None
+    """Tokens that all of those may need, prompts included; None: see `queue_tokens`."""
     queue_timeout: float = 120.0
     """How long a request may wait for its turn."""
     request_timeout: float = 3600.0
@@ -42,7 +46,7 @@ class ServerConfig:
     max_connections: int = 10_000
     max_n: int = MAX_N
     max_prompts: int = 64
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
     tool_parser: str | None = None
     """One of parsers.TOOL_FORMATS; None leaves tool calls in the text, and requests with tools are refused."""
     reasoning_parser: str | None = None
@@ -58,17 +62,26 @@ class ServerConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_queue_requests", "max_queue_tokens", "max_body", "max_header", "max_headers", "max_n"):
-            if getattr(self, name) < 1:
+        for name in (
+            *("max_queue_requests", "max_queue_tokens", "max_body", "max_header", "max_headers"),
+            *("max_prompts", "max_connections"),
+        ):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_prompts", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least, most in (("max_n", 1, MAX_N), ("max_logprobs", 0, MAX_LOGPROBS)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be from {least} to {most}, not {getattr(self, name)}")
         for name in (
             *("queue_timeout", "request_timeout", "drain_timeout"),
             *("header_timeout", "body_timeout", "write_timeout"),
         ):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)}")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port must be from 0 (any free one) to 65535, not {self.port}")
+
+    def queue_tokens(self, num_seqs: int, max_model_len: int) -> int:
+        """``max_queue_tokens``; left open, room for ``num_seqs`` whole contexts, whatever other keys hold."""
+        if self.max_queue_tokens is not None:
+            return self.max_queue_tokens
+        return max(QUEUE_TOKENS, num_seqs * max_model_len * (2 if len(self.api_keys) > 1 else 1))

@@ -130,12 +130,12 @@ def _load(job: Job, loop: asyncio.AbstractEventLoop, loading: asyncio.Future[Ope
 def make_deps(job: Job, opened: Opened) -> Deps:
     """What the routes over a model need. Nothing is started."""
     server = job.server
-    path = Path(job.model)
+    path = Path(os.path.abspath(job.model))
     names = server.served_model_names or (path.name if path.exists() else job.model,)  # a path is nobody's business
     told = next((name for name in names if name != "*"), "*")
     admission = Admission(
         server.max_queue_requests,
-        server.max_queue_tokens,
+        server.queue_tokens(opened.plan.engine.max_num_seqs * len(opened.replicas.engines), opened.plan.max_model_len),
         server.queue_timeout,
         num_keys=max(1, len(server.api_keys)),
     )

@@ -16,6 +16,8 @@ import pytest
 from shardwise.config import EngineConfig
 from shardwise.runtime.executor import RankFailure
 from shardwise.server import life
+from shardwise.server.config import ServerConfig
+from shardwise.server.deps import Deps
 from shardwise.server.port import bind, url_of
 from shardwise.server.serve import Job
 from tests.server.stage import KEYED, Stage
@@ -33,7 +35,7 @@ async def lived(stage: Stage, monkeypatch: pytest.MonkeyPatch, scene: Any) -> in
     """Play a scene on the server's address beside its life; the exit code."""
 
     def opened(*_: object, **__: object) -> Any:
-        plan = SimpleNamespace(max_model_len=64, world=None)
+        plan = SimpleNamespace(max_model_len=64, world=None, engine=EngineConfig())
         return SimpleNamespace(
             replicas=stage.service.replicas,
             intake=stage.deps.intake,
@@ -81,3 +83,28 @@ def test_what_fails_while_loading_is_raised(monkeypatch: pytest.MonkeyPatch, tmp
     job = Job(str(tmp_path), EngineConfig(isolate=True), Stage().deps.config)
     with closing(bind("127.0.0.1", 0)) as sock, pytest.raises(ValueError, match="no model directory"):
         asyncio.run(life.live(job, sock, leave))
+
+
+@pytest.mark.parametrize("path", [".", "./", "{}", "{}/"])
+def test_a_model_in_the_directory_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Guards against a model without a name, where its path has none at its end."""
+    monkeypatch.chdir(tmp_path)
+    assert deps_of(path.format(tmp_path), ServerConfig()).model_names == (tmp_path.name,)
+    assert deps_of("owner/tiny", ServerConfig()).model_names == ("owner/tiny",)
+
+
+@pytest.mark.parametrize("keys", [(), ("sk-one",), ("sk-one", "sk-two", "sk-three")])
+def test_the_queue_holds_what_can_run(keys: tuple[str, ...]) -> None:
+    """Guards against a queue that is full of eight chats that say no max_tokens, where the context is long."""
+    most = deps_of("tiny", ServerConfig(api_keys=keys)).service.admission.largest
+    assert most[1] >= 2 * 256 * 131_072
+    said = deps_of("tiny", ServerConfig(api_keys=keys[:1], max_queue_tokens=1000))
+    assert said.service.admission.largest[1] == 1000
+
+
+def deps_of(model: str, config: ServerConfig) -> Deps:
+    """What routes would need, of two replicas of 256 sequences and a long context."""
+    plan = SimpleNamespace(max_model_len=131_072, engine=EngineConfig())
+    stage = Stage(2)
+    opened: Any = SimpleNamespace(replicas=stage.service.replicas, intake=None, defaults=None, plan=plan)
+    return life.make_deps(Job(model, EngineConfig(), config), opened)
