@@ -25,7 +25,7 @@ from shardwise.server import chat, completions, embeddings, health, models, resp
 from shardwise.server.deps import Deps
 from shardwise.server.errors import SHAPE, ApiError
 from shardwise.server.guard import Guard
-from shardwise.server.running import turn_away
+from shardwise.server.running import INTERNAL, turn_away
 
 SUBMITTING = (chat, responses, completions, embeddings)
 """Those whose routes ask for work of the engines."""
@@ -87,6 +87,7 @@ def bare_app(
             ApiError: _handler(lambda error: cast(ApiError, error)),
             RequestValidationError: _handler(lambda error: _invalid(cast(RequestValidationError, error))),
             HTTPException: _handler(lambda error: _unknown(cast(HTTPException, error))),
+            Exception: _handler(lambda _: ApiError(500, INTERNAL)),  # where no guard stands within starlette's own net
         },
     )
     for router in routers:

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.routing import Route
 
 from shardwise.runtime.executor import RankFailure
-from shardwise.server.app import TICK, create_app
+from shardwise.server.app import TICK, bare_app, create_app
 from shardwise.server.deps import Deps
 from tests.server.conftest import BASE, client, deps_on
 from tests.server.stage import KEY, KEYED, Stage
@@ -177,3 +177,21 @@ def test_health_of_a_drain() -> None:
             assert int(answer.headers["retry-after"]) >= 1
 
     asyncio.run(watch(Stage()))
+
+
+def test_an_exception_in_a_bare_app() -> None:
+    """R18: guards against starlette's own page, where no guard is inside its net."""
+    routes = APIRouter()
+
+    @routes.get("/fails")
+    async def fails() -> None:
+        raise RuntimeError("secret of /home/someone")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(bare_app([routes]), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=BASE) as http:
+            return await http.get("/fails")
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
+    assert "secret" not in answer.text
