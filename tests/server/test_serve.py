@@ -246,16 +246,27 @@ def is_quiet(url: str) -> bool:
 def test_a_disconnect_frees_the_request(server: Process) -> None:
     """C71, R24: guards against work for clients that have gone, streamed or not."""
     url = server.url()
+
+    def counts() -> tuple[float, float]:
+        """Continuations whose client had gone, and all tokens that were generated."""
+        page = httpx.get(f"{url}/metrics", headers=KEYED, timeout=20).text
+        gone = re.search(r'shardwise_request_finished_total{finished_reason="disconnect",.*} (.*)', page)
+        made = re.search(r"shardwise_generation_tokens_total{.*} (.*)", page)
+        assert made is not None
+        return float(gone[1]) if gone else 0, float(made[1])
+
     for stream in (True, False):
+        before = counts()
         with closing(socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20)) as client:
             data = json.dumps(body(server, stream=stream, n=8, max_tokens=240)).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
             client.sendall(head.encode() + data)
             wait_for(lambda: httpx.get(f"{url}/health", timeout=20).json()["replicas"][0]["running"] > 0, 20)
-        began = time.monotonic()
         wait_for(lambda: is_quiet(url), 20)
-        assert time.monotonic() - began < 5
+        gone, made = (after - old for after, old in zip(counts(), before, strict=True))
+        assert gone == 8
+        assert made < 8 * 240 / 2
 
 
 def test_a_reader_that_takes_nothing(server: Process) -> None:
