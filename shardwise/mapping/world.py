@@ -125,15 +125,17 @@ class Meeting:
         """Until the part is whole; how many lines the input had."""
         notes = notes_of(part_of(self._output, rank, self._world.size))
         while True:
+            working = False
             with suppress(FileNotFoundError), FileIO(notes) as file:
-                if _free(file):
+                working = not _free(file)
+                if not working:
                     _, begun, rest = file.readall().rpartition(b"\nrun %s\n" % self.run.encode())
                     ended = re.search(rb"^end (\d+)\n\Z", rest, re.MULTILINE)
                     if ended is not None:
                         return int(ended[1])
                     if begun:
                         raise RankFailure(rank, "this process of the world has ended before its share was done")
-            if monotonic() - self._since > self._patience and not notes.exists():
+            if monotonic() - self._since > self._patience and not working:
                 raise RankFailure(rank, f"this process of the world has not begun within {self._patience:g} s")
             sleep(LOOK)
 

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.mapping import world
 from shardwise.mapping.config import MapConfig, World, find_places, find_world
+from shardwise.mapping.journal import Journal
+from shardwise.mapping.world import Meeting, part_of
+from shardwise.runtime.executor import RankFailure
 from tests.map.deeds import FACTORY
 from tests.map.test_command import MAP, ROOT, rows, wait_for
 
@@ -93,6 +97,31 @@ def test_a_world_without_rank_0(tmp_path: Path) -> None:
     assert found[0] == 5
     assert "rank 0: has not begun within 0.5 s" in found[2]
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_whom_rank_0_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool) -> None:
+    """Guards rank 0 from waiting for ever for a process that doesn't begin, when going on too; not for one at work."""
+    meeting = Meeting(tmp_path / "out.jsonl", World(0, 2, 0, 2), overwrite=False, patience=0.0)
+    for rank, run in [(0, meeting.run), *([(1, "an earlier one")] if resumed else [])]:
+        part = Journal(part_of(tmp_path / "out.jsonl", rank, 2), {}, first=rank, step=2, run=run)
+        if rank == 0:
+            part.end(0)
+        part.close()
+    monkeypatch.setattr(world, "sleep", lambda _: pytest.fail("waits for what doesn't come"))
+    with pytest.raises(RankFailure, match="rank 1: this process of the world has not begun within 0 s"):
+        list(meeting.gather())
+    late = Journal(part_of(tmp_path / "out.jsonl", 1, 2), {}, first=1, step=2, run=meeting.run)
+
+    def end(_: float) -> None:
+        late.end(0)
+        late.close()
+
+    monkeypatch.setattr(world, "sleep", end)
+    assert list(meeting.gather()) == []
+    assert leftovers(tmp_path) == ["out.jsonl", "out.jsonl.world"]
+    meeting.close()
+    assert leftovers(tmp_path) == ["out.jsonl"]
 
 
 @pytest.mark.slow
