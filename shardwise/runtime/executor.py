@@ -6,6 +6,7 @@ Imports no torch: it lives in the front process, and knows neither how ranks run
 from __future__ import annotations
 
 import os
+import select
 from typing import Protocol
 
 from shardwise.schedule.step import Step, StepResult
@@ -95,6 +96,11 @@ class Signal:
     def lower_one(self) -> None:
         """Count one less; the count must be above 0."""
         os.read(self._read, 1)
+
+    def clear(self) -> None:
+        """Count from 0 again."""
+        while select.select([self._read], [], [], 0.0)[0]:
+            os.read(self._read, 4096)
 
     def close(self) -> None:
         """Give both descriptors back; harmless when repeated."""

@@ -23,7 +23,10 @@ MakeRank = Callable[[Coordinates, tuple[Axis, Axis]], Rank]
 
 
 class InProcessExecutor:
-    """One rank, run in the caller's thread by `collect`. A step that failed leaves it fit for the next."""
+    """One rank, run in the caller's thread by `collect`. A step that failed leaves it fit for the next.
+
+    So does one that was interrupted, but for what was in flight with it: whoever calls next hears that it has failed.
+    """
 
     ready = True
 
@@ -32,23 +35,28 @@ class InProcessExecutor:
         self.figures: list[Figures] = [self._rank.load() or {}]
         self._steps: deque[Step] = deque()
         self._signal = Signal()
+        self._interrupted = False
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
+        self.check()
         self._steps.append(step)
         self._signal.raise_one()
 
     def collect(self) -> StepResult:
         """See `Executor`."""
+        self.check()
         assert self._steps, "no step is in flight"
-        self._signal.lower_one()
         try:
+            self._signal.lower_one()
             result = self._rank.step(self._steps.popleft())
-        except Exception as error:
-            while self._steps:
-                self._steps.popleft()
-                self._signal.lower_one()
-            raise _failure(0, error) from error
+        except BaseException as error:
+            self._steps.clear()
+            self._signal.clear()
+            if isinstance(error, Exception):
+                raise _failure(0, error) from error
+            self._interrupted = True
+            raise
         assert result is not None, "a single rank samples"
         return result
 
@@ -57,7 +65,10 @@ class InProcessExecutor:
         return [self._signal.fileno()]
 
     def check(self) -> None:
-        """Nothing to see: there is no other process."""
+        """See `Executor`."""
+        if self._interrupted:
+            self._interrupted = False
+            raise RankFailure(0, "a step was interrupted")
 
     def close(self) -> None:
         """See `Executor`."""
