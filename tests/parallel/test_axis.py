@@ -113,9 +113,11 @@ def test_alone_is_the_identity() -> None:
 def late(axes: list[Axis]) -> str:
     """What rank 0 says when rank 1 does not come."""
     said: list[str] = []
+    there = threading.Barrier(len(axes) - 1)
 
     def act(axis: Axis) -> None:
         if axis.rank != 1:
+            there.wait(20.0)
             with pytest.raises(TimeoutError) as caught:
                 axis.all_gather(torch.zeros(1), [1] * axis.size)
             said.append(str(caught.value))
@@ -127,8 +129,8 @@ def late(axes: list[Axis]) -> str:
 
 def test_timeouts_name_the_missing_rank(sync: Sync) -> None:
     """Guards against a hang without a name."""
-    assert late([tp for tp, _ in thread_axes(3, 1, timeout=0.1)]) == "tp axis: waited in vain for rank 1"
-    assert late(shm_axes(sync, 3, LINE, timeout=0.1)) == "tp axis: waited in vain for rank 1"
+    assert late([tp for tp, _ in thread_axes(3, 1, timeout=0.5)]) == "tp axis: waited in vain for rank 1"
+    assert late(shm_axes(sync, 3, LINE, timeout=0.5)) == "tp axis: waited in vain for rank 1"
     for axes in ([tp for tp, _ in thread_axes(2, 1, timeout=0.1)], shm_axes(sync, 2, LINE, timeout=0.1)):
         with pytest.raises(TimeoutError, match="in vain for rank 0"):
             axes[1].recv((2,), torch.float32)
@@ -200,6 +202,15 @@ def test_gloo_stays_on_loopback(ranks: ProcessExecutor) -> None:
                 if f"socket:[{fields[9]}]" in sockets:
                     listening.add(fields[1].partition(":")[0])
     assert listening == {"0100007F"}, listening
+
+
+def test_shared_memory_has_no_name(ranks: ProcessExecutor) -> None:
+    """Guards against files in /dev/shm that outlive ranks that are killed."""
+    ask(ranks, "shm", 0)
+    for process in ranks._ranks:
+        mapped = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "/memfd:shardwise (deleted)" in mapped
+        assert "/dev/shm/" not in mapped
 
 
 @pytest.mark.parametrize("name", NAMES)
