@@ -95,10 +95,14 @@ class Job:
                     self.failed += re.match(rb'\{"index": \d+, "error": ', line) is not None
                     yield line
         finally:
-            self._source.close()
-            self.journal.close()
-            if self._meeting is not None:
-                self._meeting.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of input and output; harmless when repeated."""
+        self._source.close()
+        self.journal.close()
+        if self._meeting is not None:
+            self._meeting.close()
 
     def _work(self, on_progress: Callable[[int], None] | None) -> Iterator[bytes]:
         items = self._first()
@@ -159,7 +163,7 @@ class Results(Iterator[Mapped]):
     """What became of the inputs, in their order, as it comes; leaving it early ends the ranks."""
 
     def __init__(self, job: Job) -> None:
-        self._lines = self._run(job)
+        self._job, self._lines = job, self._run(job)
 
     def _run(self, job: Job) -> Generator[bytes, None, None]:
         if job.world is None:
@@ -172,6 +176,7 @@ class Results(Iterator[Mapped]):
     def close(self) -> None:
         """End the ranks; what is in the output stays, and the same call goes on from there. Harmless when repeated."""
         self._lines.close()
+        self._job.close()  # the lines don't, if none was asked for
 
     def __enter__(self) -> Results:
         return self

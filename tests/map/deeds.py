@@ -71,6 +71,14 @@ def do(deed: str, folder: str) -> None:
         deadline = time.monotonic() + 30
         while not (Path(folder) / "go").exists() and time.monotonic() < deadline:
             time.sleep(0.005)
+    elif deed == "meet":
+        deadline = time.monotonic() + 60
+        met = note(folder, "met")
+        while met < 3:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {met} of 3 have come")
+            time.sleep(0.005)
+            met = (Path(folder) / "met").stat().st_size
     elif deed == "print":
         print("chatter " * 10_000)
 

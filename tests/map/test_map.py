@@ -40,12 +40,12 @@ def mishap(deed: str, once: bool = True) -> dict[str, Any]:
 def test_every_item_once_and_in_order(tmp_path: Path) -> None:
     """Guards the promise itself: uneven items on three ranks (no count divides), shared out as ranks get free."""
     inputs: list[Any] = [mishap("nap") if index % 5 == 0 else index for index in range(23)]
+    inputs[:3] = [mishap("meet")] * 3  # until each rank has one
     found = mapped(tmp_path, inputs, "dp3", {"factor": 3})
-    assert [each.index for each in found] == list(range(23))
+    assert [(each.index, each.error) for each in found] == [(index, None) for index in range(23)]
     assert all(times(tmp_path, index) == 1 for index in range(23))
-    plain = [each for each in found if each.index % 5]
+    plain = [each for each in found if each.index % 5 and each.index > 2]
     assert [each.output[0] for each in plain] == [3 * each.index for each in plain]
-    assert {each.output[1] for each in plain} == {0, 1, 2}
     assert os.getpid() not in {each.output[2] for each in plain}
     assert [(tmp_path / f"built{rank}").stat().st_size for rank in range(3)] == [1, 1, 1]
 
@@ -161,6 +161,21 @@ def test_an_output_file_goes_on(tmp_path: Path) -> None:
     assert all(times(tmp_path, index) == 1 for index in range(4))
     assert len(output.read_text().splitlines()) == 9
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out")) == ["out.jsonl"]
+
+
+def test_a_map_that_is_left_at_once(tmp_path: Path) -> None:
+    """Guards an output's name from a call that did nothing, and what is done from one that only looked at it."""
+    output = tmp_path / "out.jsonl"
+    with shardwise.map(build, [1, 2], settings={"folder": str(tmp_path)}, output=output) as results:
+        pass
+    assert not list(tmp_path.iterdir())
+    with shardwise.map(build, [1, 2], settings={"folder": str(tmp_path), "factor": 3}, output=output) as results:
+        assert next(results).output[0] == 3
+    with shardwise.map(build, [1, 2], settings={"folder": str(tmp_path), "factor": 3}, output=output) as results:
+        assert next(results).output[0] == 3
+    again = mapped(tmp_path, [1, 2], "1", {"factor": 3}, output=output)
+    assert [each.output[0] for each in again] == [3, 6]
+    assert times(tmp_path, 0) == 1
 
 
 @pytest.mark.parametrize("share", ["nothing", "imports", "model"])
