@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_bytes
-from time import monotonic
+from time import monotonic, sleep
 
 SECRET, SECRET_FILE = "SHARDWISE_SECRET", "SHARDWISE_SECRET_FILE"
 """Environment variables: the secret that all hosts share, or a file that holds it."""
@@ -31,6 +31,8 @@ PROOF = 0.75
 """Seconds that a peer gets to prove itself."""
 PATIENT = 10.0
 """Seconds that we wait for a busy host to do so."""
+LULL = 0.1
+"""Seconds without a look at who comes, where this process has no room for them."""
 CROWD = 64
 """Peers that may be about to prove themselves; more are turned away."""
 MAGIC = b"shardwise 1\n"
@@ -38,7 +40,8 @@ NONCE = 32
 HEAD = struct.Struct("<I32s")
 """Before each message: its length in bytes, and its proof."""
 COUNT = struct.Struct("<Q")
-LONGEST = 1 << 30
+LONGEST = 16 << 20
+"""Bytes of a message: what is longer travels in pieces."""
 SMALL = 1 << 16
 SIOCGIFADDR = 0x8915
 
@@ -104,7 +107,7 @@ class Door:
         self._listener = socket.create_server((address, port), family=family, backlog=CROWD)
         self.address = join_address(address, self._listener.getsockname()[1])
         self.refused = ""
-        """Who was dropped last."""
+        """Who came last with a false proof."""
         self._secret, self._purpose = secret, purpose
         self._proved: SimpleQueue[Sealed | None] = SimpleQueue()
         self._crowd = threading.BoundedSemaphore(CROWD)
@@ -133,6 +136,7 @@ class Door:
                 if self._listener.fileno() < 0 or error.errno in (22, 9):  # EINVAL, EBADF: closed
                     self._proved.put(None)
                     return
+                sleep(LULL)
                 continue
             if self._crowd.acquire(blocking=False):
                 threading.Thread(target=self._admit, args=(connection, peer[0]), name="a peer", daemon=True).start()
@@ -148,12 +152,13 @@ class Door:
             answer = _read(connection, NONCE + sha256().digest_size, deadline)
             nonces = mine + answer[:NONCE]
             if not hmac.compare_digest(answer[NONCE:], self._mac(b"guest", nonces)):
+                self.refused = peer
+                connection.sendall(bytes(sha256().digest_size))  # no proof: whoever ends without a word may be busy
                 raise ConnectionError("a wrong secret")
             connection.sendall(self._mac(b"host", nonces))
             _prepare(connection)
             self._proved.put(Sealed(connection, self._mac(b"to guest", nonces), self._mac(b"to host", nonces)))
         except OSError:
-            self.refused = peer
             connection.close()
         finally:
             self._crowd.release()
@@ -173,10 +178,7 @@ def knock(address: str, secret: bytes, purpose: bytes) -> Sealed:
         mine = token_bytes(NONCE)
         nonces = bytes(greeting[len(MAGIC) :]) + mine
         connection.sendall(mine + _mac(secret, purpose, b"guest", nonces))
-        try:
-            proof = _read(connection, sha256().digest_size, deadline)
-        except ConnectionError:
-            raise PermissionError(f"{address} did not accept our secret: is it the same on every host?") from None
+        proof = _read(connection, sha256().digest_size, deadline)
         if not hmac.compare_digest(proof, _mac(secret, purpose, b"host", nonces)):
             raise PermissionError(f"{address} has not our secret: is it the same on every host?")
         _prepare(connection)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.axis import Shape, missing
-from shardwise.parallel.seal import Door, Sealed, knock
+from shardwise.parallel.seal import LONGEST, Door, Sealed, knock
 
 PENDING = 8
 """Tensors on their way before a sender waits."""
@@ -88,8 +88,10 @@ class TcpTransport:
             self._queue.task_done()
 
     def _pass_on(self, rank: int, data: Tensor) -> None:
+        whole = memoryview(data.numpy())  # type: ignore[arg-type]
         try:
-            self._peers[rank].send(memoryview(data.numpy()))  # type: ignore[arg-type]
+            for at in range(0, len(whole), LONGEST):
+                self._peers[rank].send(whole[at : at + LONGEST])
         except TimeoutError:
             raise missing(self._name, [rank]) from None
         except OSError as error:
@@ -101,6 +103,8 @@ class TcpTransport:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
         try:
             data = self._peers[rank].receive()
+            while len(data) < size and len(data) % LONGEST == 0:
+                data += self._peers[rank].receive()
         except TimeoutError:
             raise missing(self._name, [rank]) from None
         except OSError as error:

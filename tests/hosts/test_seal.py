@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shardwise.parallel import seal
+from shardwise.parallel import seal, tcp
 from shardwise.parallel.axis import Axis
 from shardwise.parallel.seal import HEAD, MAGIC, NONCE, Door, Sealed, knock, own_address, read_secret, split_address
 from shardwise.parallel.tcp import TcpTransport, connect
@@ -58,17 +60,23 @@ FALSE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("what", FALSE)
 def test_strangers_are_dropped_unheard(door: Door, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """R5: guards against a peer without the secret that is heard, or may stay for a second: not a byte is decoded."""
+    """R5: guards against a peer without the secret that is heard, or may stay for a second: not a byte is decoded.
+
+    And against a wrong secret, that is one for good, being told from a connection that has only ended.
+    """
     heard: list[int] = []
     monkeypatch.setattr(Sealed, "receive", lambda self: heard.append(1))
     connection, nonce = visit(door)
     connection.sendall(FALSE[what](nonce))
-    left = b"?"
+    left = b""
     try:
-        left = connection.recv(1)
+        while came := connection.recv(64):
+            left += came
     except ConnectionResetError:  # dropped with bytes of ours unread
-        left = b""
-    assert left == b"", "an answer came"
+        pass
+    whole = len(FALSE[what](nonce)) >= NONCE + 32
+    assert left in ((b"", bytes(32)) if whole else (b"",)), "a proof came"
+    assert bool(door.refused) == whole
     connection.close()
     assert door.take(0.0) is None
     assert not heard
@@ -107,6 +115,40 @@ def test_a_wrong_secret_is_told(door: Door) -> None:
     with pytest.raises(PermissionError, match="same on every host"):
         knock(door.address, OTHER, b"test")
     assert door.refused == "127.0.0.1"
+
+
+def test_an_end_without_a_word_is_no_wrong_secret() -> None:
+    """Guards agents from giving up for good over a front that dies, or is too busy, while they prove themselves."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def dies() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(MAGIC + bytes(NONCE))
+            connection.recv(NONCE + 32, socket.MSG_WAITALL)
+
+    threading.Thread(target=dies, daemon=True).start()
+    with pytest.raises(ConnectionError, match="has ended"):
+        knock(f"127.0.0.1 {listener.getsockname()[1]}", SECRET, b"test")
+    listener.close()
+
+
+def test_a_process_without_room_waits(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a core against a door that can't accept, and whoever knocks against one that gives up then."""
+    accept, tries, pauses = socket.socket.accept, [], []
+
+    def full(listener: socket.socket) -> tuple[socket.socket, Any]:
+        tries.append(1)
+        if len(tries) <= 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(seal, "sleep", pauses.append)
+    monkeypatch.setattr(socket.socket, "accept", full)
+    for _ in range(2):  # it may be in an accept of before
+        for sealed in pair(door):
+            sealed.close()
+    assert pauses == [seal.LULL] * 2
 
 
 def pair(door: Door) -> tuple[Sealed, Sealed]:
@@ -190,6 +232,21 @@ def test_an_axis_over_connections(name: str, size: int) -> None:
     for axis in axes:
         assert axis is not None
         axis.close()
+
+
+def test_tensors_longer_than_a_message(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long prompts of large models: what is longer than the longest message arrives in pieces."""
+    for module in (seal, tcp):
+        monkeypatch.setattr(module, "LONGEST", 1 << 12)
+    ours, theirs = pair(door)
+    first = TcpTransport("pp", 0, {1: ours}, torch.device("cpu"), PATIENCE)
+    second = TcpTransport("pp", 1, {0: theirs}, torch.device("cpu"), PATIENCE)
+    for count in (1 << 10, (1 << 10) + 1, 5000):
+        sent = torch.arange(count, dtype=torch.float32)
+        first.send(sent)
+        assert torch.equal(second.recv((count,), torch.float32), sent)
+    first.close()
+    second.close()
 
 
 def test_whoever_does_not_come_is_named() -> None:
