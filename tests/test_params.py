@@ -47,12 +47,12 @@ def test_a_mapping_is_no_list(name: str) -> None:
 @pytest.mark.parametrize("key", ["9" * 5000, "\uff17", "\u0667", " 7", "", "-7", "7\n", "9999999999"])
 def test_a_bias_is_for_an_id_in_plain_digits(key: str) -> None:
     """Guards against a limit of the language told instead of the field, and digits of other scripts read as an id."""
-    with pytest.raises(ValueError, match="^logit_bias must map token ids"):
+    with pytest.raises(ValueError, match=r"^logit_bias must map token ids"):
         SamplingParams(logit_bias={key: 1})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("schema", [{"enum": {1}}, {"enum": [b"x"]}, MappingProxyType({}), deep(100_000)])
 def test_a_schema_that_is_no_json(schema: Mapping[str, Any]) -> None:
     """Guards against another error than ValueError for an object that JSON can't hold."""
-    with pytest.raises(ValueError, match="^json_schema can't be written as JSON: "):
+    with pytest.raises(ValueError, match=r"^json_schema can't be written as JSON: "):
         SamplingParams(json_schema=schema)  # type: ignore[arg-type]

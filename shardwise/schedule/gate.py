@@ -57,6 +57,12 @@ class Gate:
                 f"a prompt of {len(prompt)} tokens leaves no room in a context of {room}: "
                 f"shorten it to at most {room - least} tokens, or raise max_model_len if the model allows it"
             )
+        if len(prompt) + params.min_tokens > room:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves room for {room - len(prompt)} in a context of {room}, fewer "
+                f"than min_tokens {params.min_tokens}: lower min_tokens, shorten the prompt, or raise max_model_len if "
+                "the model allows it"
+            )
         fed = max(self._max_len(request) - 1, len(prompt))  # the last generated token is never fed back
         needed = -(-fed // BLOCK)
         if needed > self.num_blocks:

@@ -496,6 +496,7 @@ def test_too_big_a_request_is_refused_at_once_and_the_next_served() -> None:
         (ask(0, [1, -1]), "token id -1 is outside"),
         (ask(0, [1], stop_token_ids=(3, 10**6)), "stop_token_ids: token id 1000000"),
         (ask(9, [1]), "id 9 is in use"),
+        (ask(0, prompt(90), max_tokens=99, min_tokens=11), "leaves room for 10 .* fewer than min_tokens 11: lower"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason(request_: Request, match: str) -> None:
