@@ -64,11 +64,16 @@ class Grammars:
             }
             if not source.plain:
                 self._try(source.lark, limits)
-            inner = LLMatcher(trie, source.lark, log_level=0, limits=LLParserLimits(**limits))
+
+            def make() -> LLMatcher:
+                return LLMatcher(trie, source.lark, log_level=0, limits=LLParserLimits(**limits))
+
+            inner = make()
             problems = [inner.get_error()] if inner.is_error() else inner.get_grammar_warnings()
             if problems:
                 raise ValueError(sentence(problems[0]))
-            matcher = Matcher(inner, self._vocab_size, ends)
+            # In the engines' loop, where one may be wanted anew, there is time for plain ones only.
+            matcher = Matcher(make if source.plain else inner.deep_copy, self._vocab_size, ends)
             if matcher.error is not None:
                 raise ValueError(matcher.error if matcher.error != DEAD_END else f"it allows no text: {DEAD_END}")
         except ValueError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,10 +20,10 @@ class Matcher:
     and nowhere else. An end token is never read as text, though it may have a spelling.
     """
 
-    def __init__(self, inner: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
-        """``inner`` is at the start of its text."""
-        self._start = inner
-        self._inner = inner.deep_copy()
+    def __init__(self, start: Callable[[], LLMatcher], vocab_size: int, ends: frozenset[int]) -> None:
+        """``start`` gives one at the start of a text. Copies of one share what they have learnt, and its limits."""
+        self._start = start
+        self._inner = start()
         self._vocab_size = vocab_size
         self._ends = ends
         self._end_bits = sum(1 << token for token in ends if token < vocab_size)
@@ -43,7 +45,9 @@ class Matcher:
             allowed = token in self._ends and (self._over or self._inner.is_accepting())
         else:
             known = 0 <= token < self._vocab_size
-            allowed = known and self._inner.validate_tokens([token]) == 1 and self._inner.consume_token(token)
+            # At a limit it is found invalid, without an error: what the mask allows must yield one.
+            fits = known and (self._inner.validate_tokens([token]) == 1 or bool(self._allowed() >> token & 1))
+            allowed = fits and self._inner.consume_token(token)
         if allowed:
             self._taken.append(token)
         if allowed or self._inner.is_error():
@@ -51,15 +55,19 @@ class Matcher:
         return allowed
 
     def rollback(self, count: int) -> None:
-        """Take back the last ``count`` tokens."""
+        """Take back the last ``count`` tokens; after an error, the others are read anew as if these had never been."""
         assert 0 <= count <= len(self._taken)
         kept = len(self._taken) - count
         taken_back = [token for token in self._taken[kept:] if token not in self._ends]
         del self._taken[kept:]
         self._next = None
         if self._inner.is_error():  # of which llguidance has no way back
-            self._inner = self._start.deep_copy()
-            self._inner.consume_tokens([token for token in self._taken if token not in self._ends])
+            fresh = Matcher(self._start, self._vocab_size, self._ends)
+            for token in self._taken:
+                fresh.mask()  # its work is limited too: each must come in its place
+                fresh.advance(token)
+            fresh.mask()
+            self._inner = fresh._inner
         elif taken_back:
             self._inner.rollback(len(taken_back))
 
@@ -77,7 +85,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Another sequence at this point of the text."""
-        other = Matcher(self._start, self._vocab_size, self._ends)
+        other = copy(self)
         other._inner = self._inner.deep_copy()
         other._taken = self._taken.copy()
         return other

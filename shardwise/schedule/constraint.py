@@ -5,7 +5,7 @@ Knows token ids and bit masks; what a grammar is, its matcher knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 
@@ -27,7 +27,7 @@ class Matcher(Protocol):
         """Take a token; False, and nothing has changed, if it is not allowed."""
 
     def rollback(self, count: int) -> None:
-        """Take back the last ``count`` tokens."""
+        """Take back the last ``count`` tokens; after an error, the others are read anew as if these had never been."""
 
 
 class Constraint:
@@ -43,7 +43,7 @@ class Constraint:
         ends: frozenset[int],
         min_len: int,
         allowed: Iterable[int] | None,
-        bad_words: Iterable[Sequence[int]],
+        bad_words: Collection[tuple[int, ...]],
         matcher: Matcher | None,
     ) -> None:
         self._width = -(-vocab_size // 8)
@@ -51,24 +51,31 @@ class Constraint:
         self._min_len = min_len
         self._end_bits = _bits(ends)
         everything = (1 << vocab_size) - 1
-        words = [list(word) for word in bad_words]
         self._always = everything if allowed is None else _bits(allowed)
-        self._always &= ~_bits(word[0] for word in words if len(word) == 1)
-        self._words = [word for word in words if len(word) > 1]
+        self._always &= ~_bits(word[0] for word in bad_words if len(word) == 1)
+        self._words: dict[int, list[tuple[int, ...]]] = {}
+        """Bad words of several tokens, by the last but one."""
+        for word in bad_words:
+            if len(word) > 1:
+                self._words.setdefault(word[-2], []).append(word)
         self._everything = everything
         self._matcher = matcher
-        self._next: int | None = None
-        """The mask after the sequence's last token, if it has been asked for."""
+        self._after: dict[tuple[int, ...], int] = {}
+        """The masks that were asked for, by the drafts since the sequence's last token."""
+        self._ahead = True
+        """May drafts be read? What a matcher reads counts towards its limits: the answer must not depend on drafts."""
 
     def advance(self, token: int) -> None:
         """The sequence has grown by ``token``, which the masks allowed."""
-        self._next = None
+        self._after.clear()
         if self._matcher is not None:
-            taken = self._matcher.advance(token)
+            taken = self._matcher.advance(token) or (self._restored() and self._matcher.advance(token))
             assert taken or self._matcher.error, f"token {token} was drawn against the grammar"
 
     def ended(self, tokens: Sequence[int]) -> tuple[str, str] | None:
         """Why nothing can follow ``tokens``: a finish reason ("stop" or "error") and, for an error, a sentence."""
+        if self._matcher is not None and self._matcher.error:
+            self._restored()
         if self._matcher is not None and self._matcher.error:
             return "error", self._matcher.error
         if self._matcher is not None and self._matcher.finished:
@@ -85,29 +92,43 @@ class Constraint:
         """
         before = list(tokens)
         masks = [self._first(before)]
-        taken = 0
-        for token in drafts:
+        read = 0
+        for token in drafts if self._ahead else ():
             if not masks[-1] >> token & 1:
                 break
             if token in self._ends:
                 masks.append(self._everything)
                 break
-            if self._matcher is not None and not self._matcher.advance(token):
-                break
-            taken += 1
             before.append(token)
-            mask = self._mask(before)
-            masks.append(mask or self._everything)
-            if not mask:  # a grammar that is complete
+            path = tuple(before[len(tokens) :])
+            if path not in self._after:
+                while read < len(path) and (self._matcher is None or self._matcher.advance(path[read])):
+                    read += 1
+                mask = self._mask(before) if read == len(path) else 0
+                if not mask and self._matcher is not None and self._matcher.error:
+                    self._matcher.rollback(read)
+                    self._ahead, read = False, 0
+                    break
+                self._after[path] = mask
+            masks.append(self._after[path] or self._everything)
+            if not self._after[path]:  # a grammar that is complete
                 break
-        if self._matcher is not None and taken:
-            self._matcher.rollback(taken)
+        if self._matcher is not None and read:
+            self._matcher.rollback(read)
         return [b"" if mask == self._everything else mask.to_bytes(self._width, "little") for mask in masks]
 
     def _first(self, tokens: Sequence[int]) -> int:
-        if self._next is None:
-            self._next = self._mask(tokens)
-        return self._next
+        if () not in self._after:
+            self._after[()] = self._mask(tokens)
+        return self._after[()]
+
+    def _restored(self) -> bool:
+        """After an error: have the matcher forget what drafts have cost, once, and let it read no more of them."""
+        assert self._matcher is not None
+        if self._ahead:
+            self._matcher.rollback(0)
+        restored, self._ahead = self._ahead, False
+        return restored
 
     def _mask(self, before: Sequence[int]) -> int:
         mask = self._always
@@ -115,8 +136,8 @@ class Constraint:
             mask &= int.from_bytes(self._matcher.mask(), "little")
         if len(before) < self._min_len:
             mask &= ~self._end_bits
-        for word in self._words:
-            if list(before[1 - len(word) :]) == word[:-1]:
+        for word in self._words.get(before[-1], ()):
+            if len(word) <= len(before) + 1 and tuple(before[1 - len(word) :]) == word[:-1]:
                 mask &= ~(1 << word[-1])
         return mask
 

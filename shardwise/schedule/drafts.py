@@ -100,7 +100,8 @@ class Drafts:
         end = next((at for at, token in enumerate(drafts) if token in sequence.stops), len(drafts))
         kept = drafts[: end + sequence.optimal]
         if sequence.constraint is not None and kept:
-            kept = kept[: len(sequence.constraint.masks(sequence.tokens, kept)) - 1]
+            kept = kept[: len(sequence.masks(kept)) - 1]
         if end < len(drafts) or len(kept) < len(drafts):
             sequence.wanted = len(kept)
         sequence.drafts = kept
+        sequence.drafted = min(sequence.drafted, len(sequence.tokens) + len(kept))

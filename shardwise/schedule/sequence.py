@@ -158,7 +158,7 @@ class Sequence:
         ends = start + count == len(line) and len(self.tokens) < self.max_len
         masks: list[bytes] = []
         if ends and self.constraint is not None:
-            masks = self._masks(self.drafts if draft else drafts)
+            masks = self.masks(self.drafts if draft else drafts)
             drafts = drafts[: len(masks) - 1]
             masks = masks[-1:] if draft else masks if any(masks) else []
         scored: list[int] = []
@@ -177,6 +177,15 @@ class Sequence:
             self.request.params.prompt_logprobs or 0,
             self._wanted(start, start + count),
         )
+
+    def masks(self, drafts: Items[int]) -> list[bytes]:
+        """Of its constraint, after its tokens and each of ``drafts``. An error ends it with its next token."""
+        assert self.constraint is not None
+        try:
+            return self.constraint.masks(self.tokens, drafts)
+        except Exception as error:  # a request's constraint may fail that request only
+            self.error = f"its constraint failed: {type(error).__name__}: {error}"
+            return [b""]
 
     def pool(self, chunk: Chunk, sums: bytes) -> None:
         """Add up a chunk's hidden states, if it pools any; none were told if they are no numbers."""
@@ -224,14 +233,6 @@ class Sequence:
         if self.request.pooling == "mean":
             return max(0, end - max(start, self.pooled))
         return int(self.request.pooling == "last" and end == len(self.request.prompt))
-
-    def _masks(self, drafts: Items[int]) -> list[bytes]:
-        assert self.constraint is not None
-        try:
-            return self.constraint.masks(self.tokens, drafts)
-        except Exception as error:  # a request's constraint may fail that request only, at its next token
-            self.error = f"its constraint failed: {type(error).__name__}: {error}"
-            return [b""]
 
     def _advance(self, token: int) -> None:
         if self.constraint is None:
