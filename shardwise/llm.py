@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -85,8 +86,14 @@ class LLM:
         return self._finish([(None, conversation) for conversation in many], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
-        """Yield the pieces of one continuation as they come; leaving the loop early aborts the request."""
-        return self.pieces(self.submit(prompt, params or SamplingParams(**self.defaults.fields)))
+        """The pieces of one continuation as they come; leaving the loop early, or never entering it, aborts it.
+
+        It is in line from now on. Raises ValueError with the remedy for one that can't be run.
+        """
+        number = self.submit(prompt, params or SamplingParams(**self.defaults.fields))
+        pieces = self.pieces(number)
+        weakref.finalize(pieces, self.abort, number).atexit = False  # a generator that never began has no end either
+        return pieces
 
     def submit(
         self,

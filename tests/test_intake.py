@@ -33,7 +33,7 @@ def spelt(tokenizer: Tokenizer, word: str) -> set[tuple[str, ...]]:
     intake = Intake(tokenizer, tokenizer.vocab_size, tokenizer.eos)
     (request,) = intake.prepare("x", [1], SamplingParams(bad_words=(word,))).parts
     backend: Backend = tokenizer._backend
-    return {tuple(backend.id_to_token(token) for token in way) for way in request.bad_words}
+    return {tuple(str(backend.id_to_token(token)) for token in way) for way in request.bad_words}
 
 
 def test_continuations_share_their_prompt() -> None:

@@ -124,6 +124,17 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
     assert llm.generate("one", LONG)[0].token_ids == llm.generate("one", LONG)[0].token_ids
 
 
+def test_a_stream_that_nobody_reads_is_dropped(llm: LLM) -> None:
+    """Guards against a request that runs on, and whose pieces are kept, for a stream that was never advanced."""
+    stream = llm.stream("go on", LONG)
+    assert llm._replicas.has_work
+    del stream
+    assert not llm._replicas.has_work
+    assert (llm._open, llm._inbox, llm._parts) == ({}, {}, {})
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.stream("", LONG)
+
+
 def test_unseeded_requests_differ(llm: LLM) -> None:
     """Guards against a fixed hidden seed: two unseeded samples of 40 tokens are not the same."""
     params = SamplingParams(max_tokens=40, temperature=2.0, ignore_eos=True)

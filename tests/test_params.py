@@ -23,25 +23,25 @@ def deep(levels: int) -> dict[str, Any]:
 def test_texts_have_a_longest(name: str) -> None:
     """Guards the engines' loop against searches for strings of megabytes, each prepared for every continuation."""
     most = "x" * MAX_TEXT
-    assert getattr(SamplingParams(**{name: [most]}), name) == (most,)
+    assert getattr(SamplingParams.from_dict({name: [most]}), name) == (most,)
     with pytest.raises(
         ValueError, match=rf"^{name} must be strings of at most {MAX_TEXT} characters, not one of 1001$"
     ):
-        SamplingParams(**{name: ["ok", most + "y"]})
+        SamplingParams.from_dict({name: ["ok", most + "y"]})
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_half_a_character_is_no_text(name: str) -> None:
     """Guards against a text that no tokenizer reads and no output holds, told without the field or not at all."""
     with pytest.raises(ValueError, match=rf"^{name}: .* holds half a surrogate pair"):
-        SamplingParams(**{name: ["\U0001f600", "a\ud83d"]})
+        SamplingParams.from_dict({name: ["\U0001f600", "a\ud83d"]})
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words", "choice", "stop_token_ids", "allowed_token_ids"])
 def test_a_mapping_is_no_list(name: str) -> None:
     """Guards against an object whose keys are taken for the texts or ids of a list."""
     with pytest.raises(ValueError, match=rf"^{name} must be a list, not "):
-        SamplingParams(**{name: {"x": 1} if "ids" not in name else {1: 1}})
+        SamplingParams.from_dict({name: {"x": 1} if "ids" not in name else {1: 1}})
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "\uff17", "\u0667", " 7", "", "-7", "7\n", "9999999999"])
