@@ -75,7 +75,8 @@ def _pickled(path: Path, files: Sequence[Path], trust: Callable[[str], None]) ->
         raise LoadError(f"{path}: tensors are named by {kind} for a Llama, but config.json says {family.name}")
     numbers = family.from_hf(values)
     tensors = arrange(tensors, kind, numbers.num_heads, numbers.num_kv_heads, numbers.head_dim)
-    tensors = {family.hf_name(name): tensor for name, tensor in tensors.items()}
+    named = ((family.hf_name(name), tensor) for name, tensor in tensors.items())
+    tensors = {name: tensor for name, tensor in named if not family.ignored(name)}  # such as masks, which are no floats
     checkpoint = LazyCheckpoint(str(path), tensors)
     account(numbers, family, checkpoint.index, path)
     what = f"directory {path} ({kind} checkpoint of {len(files)} pickled files)"
