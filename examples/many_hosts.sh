@@ -22,6 +22,7 @@ leave() {
     rm -f "$SHARDWISE_SECRET_FILE"
 }
 trap leave EXIT
+trap 'exit 130' INT TERM
 
 ip netns add "$one"
 ip netns add "$two"
@@ -40,5 +41,7 @@ on() { # HOST ITS-NUMBER: the same command on each
 }
 
 on "$two" 1 &
-on "$one" 0
+other=$!
+on "$one" 0 & # else a signal would have to wait for it
 wait $!
+wait $other

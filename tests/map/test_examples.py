@@ -1,9 +1,10 @@
-"""The data-parallel examples, run as their first lines say, on the CPU with two processes."""
+"""The data-parallel examples, run as their first lines say, on the CPU with two processes; one for hosts, ended."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.map.pipelines import save_pipeline
+from tests.map.test_command import wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = ["GPT2 is a model developed by OpenAI", "The lighthouse keeper wrote", "One, two,", "Dear diary,"]
@@ -74,3 +76,27 @@ def test_stable_diffusion(tmp_path: Path) -> None:
     found = run(sys.executable, EXAMPLES / "data_parallel_stable_diffusion.py", model, "pictures", folder=tmp_path)
     assert [line.rpartition(": ")[2] for line in found] == [f"pictures/{index:06d}.png" for index in range(3)]
     assert all((tmp_path / f"pictures/{index:06d}.png").stat().st_size for index in range(3))
+
+
+def test_two_hosts_that_are_ended(tmp_path: Path) -> None:
+    """Guards a machine from namespaces, ranks and a secret that stay when the example is ended before its time."""
+    stub, begun, done = tmp_path / "ip", tmp_path / "begun", tmp_path / "done"
+    stub.write_text(
+        f"""#!/bin/sh
+case "$*" in
+"netns exec"*) echo $$ >>{begun}; exec sleep 300 ;;
+"netns pids"*) cat {begun} ;;
+*) echo "$@" >>{done} ;;
+esac
+"""
+    )
+    stub.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([EXAMPLES / "many_hosts.sh"], env=env)
+    wait_for(lambda: begun.exists() and len(begun.read_text().splitlines()) == 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    assert done.read_text().count("netns del") == 2
+    pids = [int(line) for line in begun.read_text().splitlines()]
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "done", "ip"]
