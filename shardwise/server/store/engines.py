@@ -135,14 +135,16 @@ class EngineModel:
             new = [(at, one_more(grown, executor, at)) for at, executor in zip(places, started, strict=True)]
             self._know(new, time.monotonic() - began)
             await service.change(lambda replicas: replicas.engines.extend(engine for _, engine in new))
-        leaving = engines[workers:]
+        leaving = sorted(engines, key=lambda engine: (engine.ready, -self._places[engine][0]))
+        leaving = leaving[: max(0, len(engines) - workers)]
         while leaving and not self._abandoned.is_set():
-            gone = await service.change(lambda replicas: [each for each in leaving if replicas.retire(each)])
+            asked = leaving
+            gone, leaving = await service.change(lambda replicas: replicas.retire(asked, workers))  # noqa: B023
             for engine in gone:
-                leaving.remove(engine)
                 await asyncio.to_thread(engine.executor.close)
                 self._forget(engine)
-            await asyncio.sleep(PAUSE)
+            if leaving:
+                await asyncio.sleep(PAUSE)
 
     def capacity(self, *, ready: bool) -> int:
         """Sequences that can run at once, on all replicas or on those that have their ranks."""

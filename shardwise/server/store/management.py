@@ -63,8 +63,8 @@ def router(registry: Registry) -> APIRouter:
         work = served.scale(limits.min_workers, limits.max_workers)
         if not synchronous:
             return _status("Processing worker updates...", 202)
-        await work
-        return _reached(served, f"{what} initial workers")
+        _check(served, await work)
+        return _status(f"{what} initial workers")
 
     @routes.get("/models")
     async def models(request: Request) -> JSONResponse:
@@ -181,15 +181,14 @@ async def _scale(served: Served, request: Request, where: str) -> JSONResponse:
         raise _bad(error) from None
     if not synchronous:
         return _status("Processing worker updates...", 202)
-    await work
-    return _reached(served, f"Workers scaled to {len(served.model.workers()) if served.model else 0} {where}")
+    _check(served, await work)
+    return _status(f"Workers scaled to {len(served.model.workers()) if served.model else 0} {where}")
 
 
-def _reached(served: Served, text: str) -> JSONResponse:
-    if served.failure:
+def _check(served: Served, failure: str) -> None:
+    if failure:
         where = f"model {served.stored.name} version: {served.stored.version}"
-        raise StoreError(500, f"Failed to start workers for {where}: {served.failure[:MAX_TOLD]}")
-    return _status(text)
+        raise StoreError(500, f"Failed to start workers for {where}: {failure[:MAX_TOLD]}")
 
 
 async def _given(request: Request, *known: str) -> Mapping[str, str]:

@@ -47,6 +47,8 @@ class Registry:
         self._make = make
         self._trust_handlers = trust_handlers
         self._drain_timeout = drain_timeout
+        self._leaving: set[Served] = set()
+        """Versions that are unregistered and not yet gone."""
 
     def __iter__(self) -> Iterator[Served]:
         """Every version of every model."""
@@ -115,8 +117,10 @@ class Registry:
         del entry.versions[served.stored.version]
         if not entry.versions:
             del self.entries[name]
-        # the caller may go; what was begun is finished all the same
-        await asyncio.shield(asyncio.ensure_future(served.close(self._drain_timeout)))
+        self._leaving.add(served)
+        closing = asyncio.ensure_future(served.close(self._drain_timeout))
+        closing.add_done_callback(lambda _: self._leaving.discard(served))
+        await asyncio.shield(closing)  # the caller may go; what was begun is finished all the same
 
     @property
     def state(self) -> str:
@@ -134,15 +138,15 @@ class Registry:
 
     def tick(self) -> None:
         """To be called now and then."""
-        for each in self:
+        for each in (*self, *self._leaving):
             each.tick()
 
     async def drain(self, timeout: float) -> None:
         """Refuse what comes and finish what is there, within ``timeout`` seconds."""
         self.draining = True
-        await asyncio.gather(*(each.drain(timeout) for each in self))
+        await asyncio.gather(*(each.drain(timeout) for each in (*self, *self._leaving)))
 
     def forget_files(self) -> None:
         """Remove what was unpacked: for the end of the process, when ranks end by themselves."""
-        for each in self:
+        for each in (*self, *self._leaving):
             each.stored.close()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +29,8 @@ FAULTS = (ValueError, LoadError, RankFailure, HandlerFailure, Cut, OSError)
 """What a model may raise while it is loaded or scaled; their texts are for operators."""
 RETRY_AFTER = 2
 """Seconds after which a client may ask again for a model that is being loaded."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("shardwise")
 
@@ -49,18 +51,21 @@ class Served:
         self.model: Model | None = None
         """None while it has no workers."""
         self._make = make
+        self._check_workers = stored.check_workers
+        """By the model's own maxWorkers, whatever has been asked for since."""
         self._bounds: tuple[int, int | None] = (0, None)
         """Least and most workers that it is to have."""
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def scale(self, least: int, most: int | None) -> Awaitable[None]:
+    def scale(self, least: int, most: int | None) -> Awaitable[str]:
         """Have at least so many workers and at most so many others, from now on; returns what ends when it is so.
 
-        Raises ValueError for numbers that can't be; whatever else fails is told by ``failure``.
+        That gives why it failed, or "". Raises ValueError for numbers that can't be.
         """
         if least < 0 or (most is not None and most < least):
             raise ValueError("max_worker cannot be less than min_worker.")
+        self._check_workers(max(least, most or 0))
         self.reset(min_workers=least, max_workers=None if most is None else max(1, most))
         self._bounds = least, most
         return self._begin(self._reach())
@@ -108,32 +113,30 @@ class Served:
         """The end: drained, its processes gone, and its files too where they were unpacked."""
         await self.drain(timeout)
         async with self._lock:
-            model, self.model = self.model, None
-            if model is not None:
-                await model.close()
+            await self._drop()
         await asyncio.to_thread(self.stored.close)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _reach(self) -> None:
-        """Bring the number of workers between the bounds that hold when its turn has come."""
+    async def _reach(self) -> str:
+        """Bring the number of workers between the bounds that hold when its turn has come; returns why it failed."""
         async with self._lock:
             if self.state == "UNLOADING":
-                return
+                return ""
+            self.failure = ""
             least, most = self._bounds
             have = len(self.model.workers()) if self.model is not None and self.state == "READY" else 0
             wanted = max(least, have if most is None else min(have, most))
             try:
-                if self.state != "READY" and wanted > 0:
-                    await self._load(wanted)
-                elif wanted == 0:
+                if wanted == 0:
                     await self._stop()
-                elif wanted != have and self.model is not None:
-                    self.failure = ""
+                elif self.state != "READY" or self.model is None:
+                    await self._load(wanted)
+                else:  # as many may be there, and some of them dead
                     await self.model.scale(wanted)
             except Abandoned:
                 pass
@@ -142,13 +145,13 @@ class Served:
             except Exception as error:
                 log.exception("%s could not be loaded or scaled", self.tally.name)
                 self._fail(f"{type(error).__name__}: {error}")
+            return self.failure
 
     async def _load(self, workers: int) -> None:
-        if self.model is not None:
-            await self.model.close()
-        self.state, self.failure = "LOADING", ""
-        self.model = self._make(self.stored, self.tally)
+        old, self.model, self.state = self.model, self._make(self.stored, self.tally), "LOADING"
         try:
+            if old is not None:
+                await old.close()
             await self.model.load(workers)
         except BaseException:
             self.model = None
@@ -161,17 +164,20 @@ class Served:
             log.info("a model is ready", extra={"fields": fields})
 
     async def _stop(self) -> None:
-        model, self.model = self.model, None
-        self.state, self.failure = "STOPPED", ""
-        if model is not None:
-            await model.drain(float("inf"))
-            await model.close()
+        self.state = "STOPPED"
+        if self.model is not None:
+            await self.model.drain(float("inf"))
+        await self._drop()
 
     async def _give_up(self) -> None:
         async with self._lock:
-            model, self.model = self.model, None
-            if model is not None:
-                await model.close()
+            if self.state == "FAILED":  # else what has failed was replaced meanwhile
+                await self._drop()
+
+    async def _drop(self) -> None:
+        model, self.model = self.model, None
+        if model is not None:
+            await model.close()
 
     def _fail(self, failure: str) -> None:
         self.failure = failure
