@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import IO, NamedTuple
 
 MAX_ENTRIES = 10_000
+MAX_DEPTH = 32
+"""Directories within each other."""
 MAX_RATIO = 100
 """Unpacked bytes for each byte of the archive."""
 MAX_TAR_HEADER = 2**20
@@ -95,11 +97,14 @@ def find_url(store: Path, url: str) -> Path:
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", url):
         raise ValueError(f"{url} is an address: models are registered from the model store only, so put it there first")
     path = store / url
-    if not path.resolve().is_relative_to(store.resolve()) or path.resolve() == store.resolve():
-        raise ValueError(f"{url} leads out of the model store")
-    if not path.exists():
-        raise ValueError(f"the model store holds no {url}")
-    return _checked(path)
+    try:
+        if not path.resolve().is_relative_to(store.resolve()) or path.resolve() == store.resolve():
+            raise ValueError(f"{url} leads out of the model store")
+        if not path.exists():
+            raise ValueError(f"the model store holds no {url}")
+        return _checked(path)
+    except OSError as error:  # of a name that is too long, for one
+        raise ValueError(f"the model store holds no {url[:100]} that can be read: {error.strerror}") from None
 
 
 def name_of(path: Path) -> str:
@@ -131,20 +136,20 @@ def _one(store: Path, asked: str) -> Found:
         if len(paths) > 1:
             raise ValueError(f"{' and '.join(path.name for path in paths)} could both be {name}: say {name}=FILE")
         return Found(name, _checked(paths[0]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return Found(name, None, str(error))
 
 
 def _all(store: Path) -> list[Found]:
     found = []
     for path in sorted(store.iterdir()):
-        if path.name.startswith(".") or not (path.is_dir() or _is_model(path)):
-            continue
-        name = name_of(path)
+        name = path.name
         try:
-            check_name(name)
+            if name.startswith(".") or not (path.is_dir() or _is_model(path)):
+                continue
+            name = check_name(name_of(path))
             found.append(Found(name, _checked(path)))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             found.append(Found(name, None, str(error)))
     return found
 
@@ -267,6 +272,8 @@ def _check_total(archive: Path, total: int, most: int, free: int) -> None:
 def _place(archive: Path, target: Path, name: str) -> Path:
     """Where an entry goes."""
     pure = PurePosixPath(name)
+    if len(pure.parts) > MAX_DEPTH:
+        raise ArchiveError(f"{archive}: the entry {name[:100]!r} … lies in more than {MAX_DEPTH} directories")
     odd = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or re.match("[a-zA-Z]:", name)
     path = target.joinpath(*pure.parts) if not odd else target
     if odd or not path.resolve().is_relative_to(target.resolve()):

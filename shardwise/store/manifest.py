@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from shardwise.store.archive import MANIFEST, ArchiveError, Folder
+from shardwise.store.archive import MANIFEST, NAME, ArchiveError, Folder
 
 MAX_BYTES = 2**20
 TEXTS = {
@@ -67,6 +67,11 @@ def read_manifest(folder: Folder) -> Manifest:
     for key in TEXTS:
         if key in model and (not isinstance(model[key], str) or not model[key]):
             raise ArchiveError(f"{path}: model.{key} must be a text that is not empty, not {model[key]!r}")
+    if "modelVersion" in model and (not NAME.fullmatch(model["modelVersion"]) or model["modelVersion"] == "all"):
+        raise ArchiveError(
+            f"{path}: model.modelVersion {model['modelVersion']!r} can't stand in an address: use letters, digits, "
+            "dots, dashes and underscores, and not the word all"
+        )
     if not str(document.get("runtime", "python")).lower().startswith("python"):
         raise ArchiveError(f"{path}: runtime {document['runtime']!r} is not python, and nothing else is run")
     if model.get("envelope") not in (None, ""):

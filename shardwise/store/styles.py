@@ -108,11 +108,11 @@ class Style:
 
         ``defaults`` are the model's own. Raises ValueError, naming the field, for what can't be honoured.
         """
-        value = _value(body, content_type)
+        value = _unwrapped(_value(body, content_type))
         own = (defaults or {}) if KINDS[self.name].generation_config else {}
         dialog = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value) and value
         many = isinstance(value, list) and not dialog
-        items = value if many else [value]
+        items = [_unwrapped(item) for item in value] if many else [value]
         if not 1 <= len(items) <= max_prompts:
             raise ValueError(f"a list must hold 1 to {max_prompts} prompts, not {len(items)}")
         requests = [self._request(item) for item in items]
@@ -129,9 +129,7 @@ class Style:
         return Call(tuple(asked), many, stream)
 
     def _request(self, item: Any) -> dict[str, Any]:
-        """The fields of one item; those that TorchServe would wrap it in are taken off."""
-        if isinstance(item, dict) and len(item) == 1 and (inner := item.get("data", item.get("body"))) is not None:
-            item = _value(inner.encode(), "") if isinstance(inner, str) else inner
+        """The fields of one item."""
         if isinstance(item, str):
             chat = self.keys.mode == "chat"
             return {"messages": [{"role": "user", "content": item}]} if chat else {"prompt": item}
@@ -208,6 +206,13 @@ def _value(body: bytes, content_type: str) -> Any:
         return body.decode()
     except UnicodeDecodeError:
         raise ValueError("the body is neither JSON nor text in UTF-8") from None
+
+
+def _unwrapped(value: Any) -> Any:
+    """A value without what TorchServe would wrap it in."""
+    if isinstance(value, dict) and len(value) == 1 and (inner := value.get("data", value.get("body"))) is not None:
+        return _value(inner.encode(), "") if isinstance(inner, str) else inner
+    return value
 
 
 def _is_dialog(messages: Any) -> bool:

@@ -84,7 +84,7 @@ def test_zip_names_that_lead_out(tmp_path: Path, name: str) -> None:
 
 
 def test_zip_links_bombs_and_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R36: guards against links, bombs, too many entries and sizes that lie."""
+    """R36: guards against links, bombs, too many entries, depths that can't be removed again and sizes that lie."""
     path = tmp_path / "m.mar"
     link = zipfile.ZipInfo("x")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
@@ -104,6 +104,10 @@ def test_zip_links_bombs_and_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
         file.writestr("x", b"ab" * 1000)
     with pytest.raises(ArchiveError, match="unusual way"):
+        open_folder(path)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/" * 1800, "")
+    with pytest.raises(ArchiveError, match="more than 32 directories"):
         open_folder(path)
     monkeypatch.setattr(archive, "MAX_ENTRIES", 20)
     with zipfile.ZipFile(path, "w") as file:
@@ -195,6 +199,29 @@ def test_find(tmp_path: Path) -> None:
         find(store / "no", ["all"])
     with pytest.raises(ValueError, match="holds no four"):
         find_url(store, "four")
+    with pytest.raises(ValueError, match="File name too long"):
+        find_url(store, "x" * 300)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other models of a store against one whose folder is closed to the server."""
+    store = tmp_path / "store"
+    for name in ("closed", "open"):
+        make_folder(store / name, "", "gpt_fast")
+    is_file = Path.is_file
+
+    def denied(path: Path) -> bool:
+        if path.is_relative_to(store / "closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    closed, opened = find(store, ["all"])
+    assert opened == Found("open", store / "open")
+    assert "Permission denied" in str(closed.error)
+    assert "Permission denied" in str(find(store, ["closed"])[0].error)
+    with pytest.raises(ValueError, match="Permission denied"):
+        find_url(store, "closed")
 
 
 def test_links_out_of_a_store(tmp_path: Path) -> None:

@@ -283,6 +283,10 @@ def test_archives_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mod
         assert stored.name == "ours"
     with pytest.raises(ValueError, match="can't be a model's name"):
         open_stored(archive, "a/b")
+    for version in ("1/0", "all", "2 0", "..", "2\n"):  # no address would name it
+        make_folder(folder, "minWorkers: 0", "accelerate", modelVersion=version)
+        with pytest.raises(ArchiveError, match="can't stand in an address"):
+            open_stored(folder)
     assert not list(tmp_path.glob("shardwise-store-*"))
 
 

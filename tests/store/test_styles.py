@@ -58,6 +58,10 @@ def test_batches_and_dialogs() -> None:
     call = ask("pippy", ["a", {"prompt": "b", "seed": 1}, {"data": "c"}])
     assert call.many
     assert [asked.prompt for asked in call.asked] == ["a", "b", "c"]
+    for wrapped in ({"data": ["a", "b"]}, {"body": [{"prompt": "a"}, "b"]}, {"data": '["a", "b"]'}):
+        call = ask("pippy", wrapped)
+        assert call.many
+        assert [asked.prompt for asked in call.asked] == ["a", "b"]
     dialog = [{"role": "user", "content": "hi"}]
     for body in (dialog, {"messages": dialog}, {"body": dialog}):
         call = ask("tp_llama", body, keys={"mode": "chat"})
