@@ -50,8 +50,8 @@ class Place:
 
     ranks: int = 1
     threads: int = 1
-    gpus: tuple[int, ...] = ()
-    """Empty on the CPU. A worker of one process may see several."""
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them; empty on the CPU. A worker of one process may see several."""
     all_ranks: bool = True
     """Is each batch handed to all ranks, or to the first only?"""
 
@@ -220,7 +220,7 @@ class Crew:
 
     def _order(self, rank: int, port: int) -> Start:
         gpus, ranks = self.place.gpus, self.place.ranks
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if ranks > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
             environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}

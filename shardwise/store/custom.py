@@ -5,10 +5,12 @@ Knows queues and workers; nothing of HTTP, and nothing of what a handler does. O
 
 from __future__ import annotations
 
+import os
 import selectors
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -44,7 +46,7 @@ class WorkerState(NamedTuple):
     pids: list[int]
     state: str
     """ "starting", "ready", "busy", "waiting" (for its next start) or "dead"."""
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     cause: str
     """Why it died last, if it has."""
 
@@ -119,8 +121,9 @@ class Custom:
         self._check(workers)
         with self._lock:
             self._wanted = workers
+            self._crews = [crew for crew in self._crews if crew.state != "dead"]
             for crew in self._crews:
-                crew.retiring = crew.state == "dead"
+                crew.retiring = False
             self._wake.raise_one()
 
     @property
@@ -143,12 +146,16 @@ class Custom:
         with self._lock:
             return len(self._queue)
 
-    def close(self) -> None:
-        """Kill all workers; what is unfinished ends with an error. Harmless when repeated."""
+    def stop(self) -> None:
+        """Begin to close, without waiting for the end; harmless when repeated."""
         with self._lock:
             if not self._closing:
                 self._closing = True
                 self._wake.raise_one()
+
+    def close(self) -> None:
+        """Kill all workers; what is unfinished ends with an error. Harmless when repeated."""
+        self.stop()
         if threading.current_thread() is self._thread:
             return
         if self._thread.ident is not None:
@@ -171,7 +178,8 @@ class Custom:
 
     def _check(self, workers: int) -> None:
         said = self.stored.frontend
-        if said.device_type == "gpu" and (most := len(self._gpus) // said.num_ranks) < workers:
+        asked = said.device_type == "gpu" or said.device_ids is not None
+        if asked and (most := len(self._gpus) // said.num_ranks) < workers:
             raise ValueError(
                 f"{workers} workers of {said.num_ranks} GPUs each need more than the {len(self._gpus)} there are: "
                 f"minWorkers can be {most}, or deviceType cpu"
@@ -196,8 +204,8 @@ class Custom:
                 self._end(selector)
 
     def _turn(self, selector: selectors.BaseSelector) -> None:
+        self._settle(selector)
         with self._changed:
-            self._settle(selector)
             late = [(job, "no worker was free in time (clientTimeoutInMills)") for job in self._queue.expire()]
             if self._dead():
                 late += [(job, f"no worker is left: {self._crews[0].cause}") for job in self._queue.clear()]
@@ -219,17 +227,24 @@ class Custom:
             crew.hear(selector)
 
     def _settle(self, selector: selectors.BaseSelector) -> None:
-        """As many workers as are wanted, and all of them running that can be."""
-        for crew in self._crews[self._wanted :]:
-            crew.retiring = True
-        for crew in self._crews:
-            if crew.retiring and crew.state != "busy":
-                crew.end(selector, "", 503)
-        self._crews = [crew for crew in self._crews if not crew.retiring or crew.state == "busy"]
-        staying = sum(not crew.retiring for crew in self._crews)
-        used = {crew.number for crew in self._crews}
-        for number in [each for each in range(self._wanted + len(used)) if each not in used][: self._wanted - staying]:
-            self._crews.append(Crew(number, self.stored, self._place(number), self._times, self._observe))
+        """As many workers as are wanted, and all of them running that can be.
+
+        Processes are killed and started while nobody has to wait for the lock.
+        """
+        with self._lock:
+            staying = [crew for crew in self._crews if not crew.retiring]
+            staying.sort(key=lambda crew: crew.state not in ("ready", "busy"))  # those that can be asked stay
+            for crew in staying[self._wanted :]:
+                crew.retiring = True
+            leaving = [crew for crew in self._crews if crew.retiring and crew.state != "busy"]
+        for crew in leaving:
+            crew.end(selector, "", 503)
+        with self._lock:
+            self._crews = [crew for crew in self._crews if crew not in leaving]
+            lacking = max(0, self._wanted - sum(not crew.retiring for crew in self._crews))
+            used = {crew.number for crew in self._crews}
+            for number in [each for each in range(lacking + len(used)) if each not in used][:lacking]:
+                self._crews.append(Crew(number, self.stored, self._place(number), self._times, self._observe))
         for crew in self._crews:
             if crew.state == "waiting" and crew.due is not None and monotonic() >= crew.due:
                 try:
@@ -273,13 +288,25 @@ class Custom:
             self._forks.close()
 
 
-def _gpus(said: Frontend) -> tuple[int, ...]:
-    """The GPUs that workers may have."""
+def _gpus(said: Frontend) -> tuple[str, ...]:
+    """The GPUs that workers may have, by the names that CUDA_VISIBLE_DEVICES has for them."""
     if said.device_type == "cpu":
         return ()
-    there = tuple(sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*")))
+    count = num_gpus()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = [str(each) for each in range(count)] if given is None else [each.strip() for each in given.split(",")]
+    there = list(takewhile(lambda name: _is_gpu(name, count), there))  # CUDA, too, leaves out all after a wrong one
     if said.device_ids is None:
-        return there
-    if missing := [each for each in said.device_ids if each not in there]:
-        raise ValueError(f"deviceIds: this host has no GPU {missing[0]}; it has {', '.join(map(str, there)) or 'none'}")
-    return said.device_ids
+        return tuple(there)
+    if missing := [each for each in said.device_ids if each >= len(there)]:
+        raise ValueError(f"deviceIds: there is no GPU {missing[0]}: {len(there)} can be seen, and the first is 0")
+    return tuple(there[each] for each in said.device_ids)
+
+
+def num_gpus() -> int:
+    """GPUs of this host. CUDA numbers them from 0, whatever their files are called."""
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _is_gpu(name: str, count: int) -> bool:
+    return int(name) < count if name.isascii() and name.isdecimal() else count > 0 and name.startswith(("GPU-", "MIG-"))

@@ -12,6 +12,7 @@ Runs in the handler's own process. Knows no sockets: whoever calls it gives the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -22,6 +23,10 @@ from shardwise.store.wire import Answer
 TEXT = "text/plain; charset=utf-8"
 MORE = "ts_stream_next"
 """The header by which TorchServe's front knows that an answer goes on, which ours is told otherwise."""
+FRAMING = ("content-length", "transfer-encoding", "connection")
+"""Headers that whoever sends the answer sets."""
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+VALUE = re.compile(r"[^\r\n\f\v\0\u0100-\U0010ffff]*")
 
 
 class Handler:
@@ -61,7 +66,7 @@ class Metrics:
 
     def add_metric(self, name: str, value: float, unit: str = "", *_: Any, **__: Any) -> None:
         """Record a number; dimensions are not kept."""
-        self.recorded.append((str(name), str(unit), float(value)))
+        self.recorded.append((plain(str(name)), plain(str(unit)), float(value)))
 
     def add_time(self, name: str, value: float, idx: Any = None, unit: str = "ms", *_: Any, **__: Any) -> None:
         """Record a time."""
@@ -122,15 +127,17 @@ class Context:
         return dict(self._requests[idx])
 
     def set_response_content_type(self, idx: int, value: str) -> None:
-        """Of one answer."""
-        self._set(idx, content_type=value)
+        """Of one answer; ValueError for what can't stand in a header."""
+        self._set(idx, content_type=_value(value))
 
     def get_response_content_type(self, idx: int) -> str:
         """As it was set; empty if it wasn't."""
         return self._answers[idx].content_type
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
-        """Of one answer; the phrase is HTTP's own."""
+        """Of one answer; the phrase is HTTP's own. ValueError for what isn't the status of a whole answer."""
+        if not 200 <= int(code) <= 599:
+            raise ValueError(f"the status of an answer must be from 200 to 599, not {code}")
         self._set(idx, status=int(code))
 
     def get_response_status(self, idx: int) -> tuple[int, str]:
@@ -143,9 +150,11 @@ class Context:
             self.set_response_status(code, phrase, idx)
 
     def set_response_header(self, idx: int, key: str, value: str) -> None:
-        """Of one answer."""
+        """Of one answer; ValueError for what can't be a header, and for one that says how the answer is sent."""
+        if not TOKEN.fullmatch(str(key)) or str(key).lower() in FRAMING:
+            raise ValueError(f"{key!r} can't be a header of an answer")
         if key != MORE:
-            self._set(idx, headers={**self._answers[idx].headers, str(key): str(value)})
+            self._set(idx, headers={**self._answers[idx].headers, str(key): _value(value)})
 
     def get_response_headers(self, idx: int) -> dict[str, str]:
         """As they were set."""
@@ -177,6 +186,19 @@ class Context:
             changes.get("status", old.status),
             changes.get("headers", old.headers),
         )
+
+
+def plain(text: str) -> str:
+    """The text without halves of surrogate pairs, which can't be sent."""
+    return text.encode(errors="replace").decode()
+
+
+def _value(value: Any) -> str:
+    """A header's value: Latin-1, and of one line."""
+    text = "" if value is None else str(value).strip(" \t")
+    if not VALUE.fullmatch(text):
+        raise ValueError(f"{text!r} can't be the value of a header: it must be one line of Latin-1")
+    return text
 
 
 def send_intermediate_predict_response(

@@ -23,13 +23,15 @@ class Busy(Exception):
 
 
 class Piece(NamedTuple):
-    """A piece of an answer. With an error's status and ``last`` it is a sentence of what went wrong."""
+    """A piece of an answer."""
 
     content: bytes
     content_type: str
     status: int
     last: bool
     headers: dict[str, str]
+    failed: bool = False
+    """Is it a sentence of what went wrong? (A handler may give its own answers any status.)"""
 
 
 class Request(NamedTuple):
@@ -78,7 +80,7 @@ class Job:
 
     def fail(self, text: str, status: int) -> None:
         """End it with an error."""
-        self.put(Piece(text.encode(errors="replace"), TEXT, status, True, {}))
+        self.put(Piece(text.encode(errors="replace"), TEXT, status, True, {}, failed=True))
 
 
 class Queue:

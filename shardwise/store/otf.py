@@ -15,12 +15,16 @@ from shardwise.store.wire import Answer
 class Socket:
     """Takes frames of TorchServe's ``create_predict_response`` and hands on the answers in them."""
 
-    def __init__(self, send: Callable[[list[Answer]], None]) -> None:
+    def __init__(self, send: Callable[[list[Answer]], None], num_requests: int) -> None:
         self._send = send
+        self._num_requests = num_requests
 
     def sendall(self, message: bytes) -> None:
-        """One frame, of all requests of the batch."""
-        self._send(read(bytes(message)))
+        """One frame, of all requests of the batch; ValueError for one of fewer or more."""
+        answers = read(bytes(message))
+        if len(answers) != self._num_requests:
+            raise ValueError(f"for {self._num_requests} requests the handler sent {len(answers)} pieces")
+        self._send(answers)
 
 
 def read(message: bytes) -> list[Answer]:

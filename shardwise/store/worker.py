@@ -21,7 +21,7 @@ import msgspec
 from shardwise.runtime import forkserver
 from shardwise.runtime.frames import Frames, Kind, pack
 from shardwise.runtime.worker import live
-from shardwise.store.handler import Context
+from shardwise.store.handler import Context, plain
 from shardwise.store.manifest import load
 from shardwise.store.otf import Socket
 from shardwise.store.wire import Answer, Batch, Item, Reply, Start
@@ -108,12 +108,12 @@ def answer(batch: Batch, entry: Entry, context: Context, frames: Frames) -> None
 
     def reply(answers: list[Answer], last: bool, error: str = "", status: int = 500) -> None:
         recorded, context.metrics.recorded = context.metrics.recorded, []
-        frames.send(pack(Kind.RESULT, Reply(batch.number, answers, last, error, status, recorded)))
+        frames.send(pack(Kind.RESULT, Reply(batch.number, answers, last, plain(error), status, recorded)))
 
     began = monotonic()
     context.begin([item.id for item in batch.items], [item.headers for item in batch.items])
     context.send = lambda answers: reply(answers, False)
-    context.cl_socket = Socket(context.send)
+    context.cl_socket = Socket(context.send, len(batch.items))
     try:
         outputs = entry([_data(item) for item in batch.items], context)
         if inspect.isgenerator(outputs):

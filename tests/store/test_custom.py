@@ -153,7 +153,7 @@ def test_batches(tmp_path: Path) -> None:
         assert Asked(custom, "alone").text() == "alone of 1"
 
 
-def test_queues(tmp_path: Path) -> None:
+def test_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards useJobTicket, jobQueueSize and clientTimeoutInMills; and what is unfinished when a model is closed."""
     busy = tmp_path / "busy"
     with serving(tmp_path, "useJobTicket: true") as custom:
@@ -164,10 +164,13 @@ def test_queues(tmp_path: Path) -> None:
         assert (custom.idle, custom.waiting) == (0, 0)
         busy.unlink()
         assert held.one().status == 200
-    with serving(tmp_path, "clientTimeoutInMills: 200") as custom:
+    with serving(tmp_path, "clientTimeoutInMills: 600000") as custom, monkeypatch.context() as patch:
         held = Asked(custom, f"file {busy}")
         until(busy.exists)
-        assert [Asked(custom, text).one().status for text in "ab"] == [503, 503]
+        waiting = [Asked(custom, text) for text in "ab"]
+        assert custom.waiting == 2
+        patch.setattr("shardwise.store.jobs.monotonic", lambda: time.monotonic() + 601)
+        assert [each.one().status for each in waiting] == [503, 503]
         busy.unlink()
         assert held.one().status == 200
     with serving(tmp_path, "jobQueueSize: 2") as custom:
@@ -254,7 +257,7 @@ def test_workers_that_cannot_start(tmp_path: Path) -> None:
             Asked(custom, "a")
         count.unlink()
         custom.scale(1)
-        until(lambda: custom.workers[0].state == "ready")
+        until(lambda: [each.state for each in custom.workers] == ["ready"])
 
 
 RANKS = """
@@ -302,11 +305,12 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yaml = "deviceType: gpu\nparallelType: custom\nparallelLevel: 2\nminWorkers: 2"
     with pytest.raises(ValueError, match="minWorkers can be 0, or deviceType cpu"), serving(tmp_path, yaml, code):
         raise AssertionError("it can't be served")
-    with pytest.raises(ValueError, match="this host has no GPU 2"), serving(tmp_path, "deviceIds: [2]", code):
+    with pytest.raises(ValueError, match="there is no GPU 2: 0 can be seen"), serving(tmp_path, "deviceIds: [2]", code):
         raise AssertionError("it can't be served")
-    monkeypatch.setattr("shardwise.store.custom._gpus", lambda said: (2, 3, 5, 7))
+    monkeypatch.setattr("shardwise.store.custom.num_gpus", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     with serving(tmp_path, yaml, code) as custom:
-        assert [worker.gpus for worker in custom.workers] == [(2, 3), (5, 7)]
+        assert [worker.gpus for worker in custom.workers] == [("2", "3"), ("5", "7")]
         assert Asked(custom, "a").text() in ('["2,3", 0]', '["5,7", 0]')
         with pytest.raises(ValueError, match="3 workers of 2 GPUs"):
             custom.scale(3)

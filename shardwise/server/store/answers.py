@@ -110,7 +110,8 @@ class Answer:
                 self._streams.append(self._deps.service.submit(each, key=key))
         except Refused as refused:
             self._deps.service.metrics.refused(refused.status)
-            raise StoreError(refused.status, refused.message, retry_after=refused.retry_after) from None
+            status = 503 if refused.status == 429 else refused.status  # TorchServe's clients know no 429
+            raise StoreError(status, refused.message, retry_after=refused.retry_after) from None
         if self._is_stream:
             self._first = await self._next(self._streams[0])
         return self._is_stream

@@ -73,6 +73,7 @@ def _app(kind: str, routers: Iterable[APIRouter]) -> FastAPI:
             ApiError: _handler(lambda error: cast(ApiError, error)),
             RequestValidationError: _handler(lambda _: StoreError(400, "a parameter is not understood")),
             HTTPException: _handler(_unknown),
+            Exception: _handler(lambda _: StoreError(500, "internal error")),
         },
     )
     for router in routers:
@@ -85,8 +86,7 @@ def _handler(translate: Callable[[Exception], ApiError]) -> Callable[[Request, E
     async def handle(request: Request, error: Exception) -> Response:
         answer = translate(error)
         told = document(request.url.path, answer, getattr(request.state, "request_id", None))
-        status = told.get("code", answer.status)
-        return Response(json.dumps(told), status, answer.headers, media_type="application/json")
+        return Response(json.dumps(told), answer.status, answer.headers, media_type="application/json")
 
     return handle
 

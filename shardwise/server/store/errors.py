@@ -47,9 +47,9 @@ def document(path: str, error: ApiError, request_id: str | None) -> dict[str, An
     """The body of an answer to a request for ``path``."""
     if path.startswith(OPENAI):
         return error.document(request_id)
-    status = 503 if error.status == 429 else error.status  # TorchServe has no 429, and its clients know none
-    kind = (error.kind if isinstance(error, StoreError) else "") or TYPES[error.status]
-    return {"code": status, "type": kind, "message": error.message}
+    usual = TYPES.get(error.status, TYPES[400 if error.status < 500 else 500])  # a handler may raise any status
+    kind = (error.kind if isinstance(error, StoreError) else "") or usual
+    return {"code": error.status, "type": kind, "message": error.message}
 
 
 def no_model(name: str) -> StoreError:

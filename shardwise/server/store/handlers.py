@@ -47,10 +47,13 @@ class HandlerModel:
         self._custom: Custom | None = None
         self._open: set[Answer] = set()
         self._draining = self._abandoned = False
+        self._drained_by = float("inf")
         self._since = 0.0
 
     async def load(self, workers: int) -> None:
         """Start the workers. Raises HandlerFailure, ValueError and OSError; nothing is left then."""
+        if self._abandoned:
+            raise HandlerFailure("it is no longer wanted")
         began = time.monotonic()
         custom = self._custom = Custom(self.stored, workers=workers, observe=self.tally.observe)
         self.progress = f"{workers} workers start"
@@ -124,13 +127,13 @@ class HandlerModel:
         """Stop loading: the workers that start are killed, which `load` hears of."""
         self._abandoned = True
         if self._custom is not None and self.progress:
-            self._custom.close()
+            self._custom.stop()
 
     async def drain(self, timeout: float) -> None:
         """Refuse what comes and finish what is there, within ``timeout`` seconds."""
         self._draining = True
-        deadline = time.monotonic() + timeout
-        while self._open and time.monotonic() < deadline:
+        self._drained_by = min(self._drained_by, time.monotonic() + timeout)  # whoever else drains it may wait longer
+        while self._open and time.monotonic() < self._drained_by:
             await asyncio.sleep(PAUSE)
 
     async def close(self) -> None:
@@ -157,8 +160,18 @@ class HandlerModel:
             kind = request.headers.get("content-type", "")
             data |= await asyncio.to_thread(parts_of, await request.body(), kind)
             headers = {name: value for name, value in request.headers.items() if name in TELLING}
-            answer.job = custom.submit(Asked(data, headers, request.state.request_id), answer.deliver)
+            try:
+                answer.job = custom.submit(Asked(data, headers, request.state.request_id), answer.deliver)
+            except ValueError as error:
+                raise StoreError(400, str(error)) from None
             first = await watched(request.receive, answer.next())
+            if first.failed:
+                raise StoreError(first.status, first.content.decode(errors="replace"))
+            empty = first.status in (204, 304)
+            if not first.last and not empty:
+                return Pieces(answer, first)
+            content = b"" if empty else first.content
+            response = Response(content, first.status, first.headers, media_type=first.content_type)
         except ClientGone:
             answer.close()
             return Response(status_code=499)
@@ -166,18 +179,11 @@ class HandlerModel:
             answer.close()
             text = NO_WORKER.format(self.tally.name, self.tally.version)
             raise StoreError(503, text, retry_after=RETRY_AFTER) from None
-        except ValueError as error:
-            answer.close()
-            raise StoreError(400, str(error)) from None
         except BaseException:
             answer.close()
             raise
-        if not first.last:
-            return Pieces(answer, first)
         answer.close()
-        if first.status >= 400:
-            raise StoreError(first.status, first.content.decode(errors="replace"))
-        return Response(first.content, first.status, first.headers, media_type=first.content_type)
+        return response
 
 
 class Answer:
@@ -239,7 +245,7 @@ class Pieces(Streamed):
         """See `Streamed`."""
         piece = self._first
         while True:
-            if piece.status >= 400:
+            if piece.failed:
                 return
             await send({"type": "http.response.body", "body": piece.content, "more_body": not piece.last})
             if piece.last:

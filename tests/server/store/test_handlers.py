@@ -34,6 +34,18 @@ class Upper(Handler):
             for piece in ("whis", "per"):
                 send_intermediate_predict_response([piece], self.context.request_ids, "", 200, self.context)
             return [""]
+        if texts[0].startswith("status"):
+            self.context.set_response_status(int(texts[0][6:]), "", 0)
+            self.context.set_response_header(0, "X-Own", "yes")
+            return [{"own": True}]
+        if texts == ["odd pieces"]:
+            self.context.set_response_header(0, "X-Own", "yes")
+            self.context.get_response_headers(0)["X-Own"] = "\\u20ac"
+            return ([piece] for piece in "ab")
+        if texts[0].startswith("raise"):
+            error = RuntimeError("unlucky")
+            error.error_code = int(texts[0][5:])
+            raise error
         if texts[0].startswith("header"):
             return [str(self.context.get_request_header(0, "authorization"))]
         return [text.upper() for text in texts]
@@ -77,6 +89,63 @@ def test_a_handler_answers(tmp_path: Path) -> None:
             assert [each.text for each in texts] == [f"X{at}" for at in range(8)]
             assert (await found.manage.delete("/models/upper")).status_code == 200
             assert not any(map(psutil.pid_exists, pids))
+
+    asyncio.run(scene())
+
+
+def test_statuses_are_the_handlers_own(tmp_path: Path) -> None:
+    """Guards the statuses that a handler sets, whose answers are its own, and those that it raises, which are errors in
+    TorchServe's shape, against being taken for each other or for a fault of the server."""
+    save_handler(tmp_path)
+
+    async def scene() -> None:
+        async with world(tmp_path, trust_handlers=True) as found:
+            for status in (201, 404, 418, 429, 502):
+                answer = await found.http.post("/predictions/upper", content=b"status%d" % status)
+                assert (answer.status_code, answer.json()) == (status, {"own": True})
+                assert (answer.headers["x-own"], answer.headers["content-type"]) == ("yes", "application/json")
+            for status in (204, 304):
+                answer = await found.http.post("/predictions/upper", content=b"status%d" % status)
+                assert (answer.status_code, answer.content, answer.headers["x-own"]) == (status, b"", "yes")
+            for status, kind in (
+                (418, "BadRequestException"),
+                (429, "ServiceUnavailableException"),
+                (502, "InternalServerException"),
+            ):
+                assert told(await found.http.post("/predictions/upper", content=b"raise%d" % status)) == (status, kind)
+
+    asyncio.run(scene())
+
+
+def test_an_answer_that_can_not_be_sent_is_let_go(tmp_path: Path) -> None:
+    """Guards against a request that is open for ever, for which scaling and unregistering wait, and against an error
+    that has no shape."""
+    save_handler(tmp_path)
+
+    async def scene() -> None:
+        async with world(tmp_path, trust_handlers=True) as found:
+            model = found.registry.find("upper").model
+            assert model is not None
+            odd = await found.http.post("/predictions/upper", content=b"odd pieces")
+            assert told(odd) == (500, "InternalServerException")
+            assert model.pending == 0
+            await found.manage.put("/models/upper?min_worker=0&max_worker=0&synchronous=true")
+            assert (await found.manage.delete("/models/upper")).status_code == 200
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_takes_too_long_while_its_model_stops(tmp_path: Path) -> None:
+    """Guards the server's limit of a request's time where its model is to have no workers any more."""
+    save_handler(tmp_path)
+
+    async def scene() -> None:
+        async with world(tmp_path, trust_handlers=True, request_timeout=2.0) as found:
+            slow = asyncio.ensure_future(found.http.post("/predictions/upper", content=b"slow"))
+            model = found.registry.find("upper").model
+            await until(lambda: model.pending == 1)
+            await found.manage.put("/models/upper?min_worker=0&max_worker=0")
+            assert told(await slow) == (408, "RequestTimeoutException")
 
     asyncio.run(scene())
 

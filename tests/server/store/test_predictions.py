@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 from shardwise.params import SamplingParams
 from shardwise.runtime.executor import Executor, RankFailure
 from shardwise.runtime.launch import RunPlan
+from shardwise.server.store.engines import EngineModel
 from tests.fakes import ScriptedExecutor
 from tests.harness import threaded_llm
 from tests.server.dictation import Script
@@ -182,21 +185,26 @@ def test_a_full_queue_is_told_at_once(tmp_path: Path, tiny_text: Path, ticket: b
         script.go.set()
 
 
-def test_a_model_that_does_not_respond(tmp_path: Path, tiny_text: Path) -> None:
+def test_a_model_that_does_not_respond(tmp_path: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """c16: guards responseTimeout of a request that runs, and clientTimeoutInMills of one that waits, which must not be
     taken for the other; both are told, and what they held is free."""
-    save_folder(tmp_path, "m", tiny_text, batchSize=1, responseTimeout=2, clientTimeoutInMills=300)
+    save_folder(tmp_path, "m", tiny_text, batchSize=1, responseTimeout=300, clientTimeoutInMills=100_000)
     script = Script()
     script.hold_at = 2
 
     async def scene() -> None:
-        async with world(tmp_path, begin=scripted(script), given={"step_timeout": 60.0}) as found:
+        async with world(tmp_path, begin=scripted(script), given={"step_timeout": 600.0}) as found:
             model = found.registry.find("m").model
-            assert model is not None
+            assert isinstance(model, EngineModel)
+            assert model.deps is not None
             runs = asyncio.ensure_future(found.http.post("/predictions/m", json=ASKED))
             await until(lambda: script.spoken == 3)
-            waits = await found.http.post("/predictions/m", json=ASKED)
-            assert told(waits) == (503, "ServiceUnavailableException")
+            waits = asyncio.ensure_future(found.http.post("/predictions/m", json=ASKED))
+            await until(lambda: model.pending == 2)
+            model.deps.service.admission._clock = lambda: time.monotonic() + 101
+            assert told(await waits) == (503, "ServiceUnavailableException")
+            later = SimpleNamespace(monotonic=lambda: time.monotonic() + 301)
+            monkeypatch.setattr("shardwise.server.store.answers.time", later)
             late = await runs
             assert told(late) == (500, "InternalServerException")
             assert "responseTimeout" in late.json()["message"]
