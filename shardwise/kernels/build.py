@@ -5,12 +5,16 @@ torch is not imported, so the front process may build before it starts its ranks
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -48,12 +52,30 @@ def library() -> tuple[Path, str]:
     return target, f"compiled for this CPU by {version}"
 
 
+def load() -> tuple[ctypes.CDLL, str]:
+    """The `library` in this process, and how it came to be; one that is damaged in the cache is compiled once more.
+
+    Raises BuildError.
+    """
+    for last in (False, True):
+        path, origin = library()
+        try:
+            return ctypes.CDLL(str(path)), origin
+        except OSError as error:
+            if last or path.parent != cache_directory():
+                raise BuildError(f"the kernels can't be loaded: {error}") from error
+            with suppress(OSError):
+                path.unlink()
+    raise AssertionError
+
+
 def have_library() -> bool:
-    """Is there a `library`, or can it be had? Then it is there from now on."""
+    """Can a `library` be loaded here? Then it is there from now on."""
     try:
-        library()
+        loaded, _ = load()
     except BuildError:
         return False
+    _ctypes.dlclose(loaded._handle)  # torch's OpenMP may not be in this process yet, which it must be linked to
     return True
 
 
@@ -74,20 +96,36 @@ def compile_library(target: Path, march: str, compiler: list[str] | None = None)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
             objects = [Path(scratch, f"{source.stem}.o") for source in _sources(".c")]
-            with tempfile.TemporaryFile("w+") as messages:
-                running = [
-                    subprocess.Popen([*compiler, *FLAGS, f"-march={march}", "-c", source, "-o", made], stderr=messages)
-                    for source, made in zip(_sources(".c"), objects, strict=True)
-                ]
-                codes = [process.wait(TIMEOUT) for process in running]
-                if any(codes):
-                    messages.seek(0)
-                    raise BuildError(f"{compiler[0]} failed on the kernels: {messages.read(2000).strip()}")
+            commands = [
+                [*compiler, *FLAGS, f"-march={march}", "-c", str(source), "-o", str(made)]
+                for source, made in zip(_sources(".c"), objects, strict=True)
+            ]
+            _run_all(commands)
             library = Path(scratch, "library.so")
-            _run([*compiler, *FLAGS, "-shared", *map(str, objects), "-o", str(library), "-lm"])
+            _run_all([[*compiler, *FLAGS, "-shared", *map(str, objects), "-o", str(library), "-lm"]])
             os.replace(library, target)
     except OSError as error:
         raise BuildError(f"the kernels cannot be compiled into {target.parent}: {error}; set XDG_CACHE_HOME") from error
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run compilers side by side; whatever happens, none of them is left running. Raises BuildError, and OSError."""
+    running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryFile("w+") as messages:
+        try:
+            for command in commands:  # each in a group of its own, since a compiler starts others
+                running.append(subprocess.Popen(command, stderr=messages, start_new_session=True))  # noqa: PERF401
+            codes = [process.wait(TIMEOUT) for process in running]
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{commands[0][0]} took more than {TIMEOUT:.0f} s on the kernels") from error
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        if any(codes):
+            messages.seek(0)
+            raise BuildError(f"{commands[0][0]} failed on the kernels: {messages.read(2000).strip()}")
 
 
 def find_compiler() -> list[str]:

@@ -41,15 +41,14 @@ _UNTYPED = {"pack": "iplllp", "take": "iplplp", "gumbel": "plllp", "exp": "plp"}
 class NativeOps(Ops):
     """The C kernels. Tensors live on the CPU; ``origin`` says where the library came from.
 
-    Raises build.BuildError where there is neither a prebuilt library nor a compiler.
+    Raises build.BuildError where there is no library that can be loaded, and none can be compiled.
     """
 
     name = "native"
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__(compute)
-        path, self.origin = build.library()
-        library = ctypes.CDLL(str(path))
+        library, self.origin = build.load()
         suffix = "_f32" if compute == torch.float32 else "_f64"
         typed = {name: _function(library, f"sw_{name}{suffix}", letters) for name, letters in _TYPED.items()}
         self._linear, self._finish, self._attend = typed["linear"], typed["finish"], typed["attend"]

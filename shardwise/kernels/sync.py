@@ -41,6 +41,5 @@ class Sync:
 
 
 def load_sync(spin: int = SPIN) -> Sync:
-    """The calls out of the kernel library. Raises build.BuildError where there is neither a library nor a compiler."""
-    path, _ = build.library()
-    return Sync(ctypes.CDLL(str(path)), spin)
+    """The calls out of the kernel library. Raises build.BuildError where it can't be loaded."""
+    return Sync(build.load()[0], spin)

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from shardwise.kernels import build
 from shardwise.kernels.native import NativeOps
 from shardwise.kernels.ops import Ops, Program, load_ops
+from shardwise.kernels.sync import load_sync
 from shardwise.weights.quantise import quantise
 
 from .cases import context, pack, pack_whole
@@ -115,6 +117,50 @@ def test_what_fails_is_told(cache: Path, fake: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME"):
         build.library()
+
+
+def test_a_library_that_cannot_be_loaded(cache: Path, fake: Path) -> None:
+    """Guards kernels=auto: a library of another machine's, or cut short, ends no run that torch could do."""
+    path, _ = build.library()
+    ops, reason = load_ops("auto", "cpu", torch.float32)
+    assert type(ops) is Ops
+    assert "can't be loaded" in reason
+    assert str(path) in reason
+    with pytest.raises(ValueError, match="can't be loaded"):
+        load_ops("native", "cpu", torch.float32)
+    with pytest.raises(build.BuildError, match="can't be loaded"):
+        load_sync()
+    assert not build.have_library()
+
+
+def test_a_damaged_library_is_compiled_once_more(cache: Path) -> None:
+    """Guards against a cache that stays broken until somebody thinks of deleting it."""
+    try:
+        path, _ = build.library()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    path.write_bytes(bytes(1000))
+    assert build.have_library()
+    assert build.load()[0].sw_wait
+    assert list(cache.iterdir()) == [path]
+
+
+def test_no_compiler_outlives_its_time(
+    cache: Path, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against compilers, and what they started, that run on beside a folder that nobody removes."""
+    pids = tmp_path / "pids"
+    fake.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ echo fake; exit 0; }}\nsleep 300 & echo $$ $! >> {pids}\nwait\n'
+    )
+    monkeypatch.setattr(build, "TIMEOUT", 1.0)
+    with pytest.raises(build.BuildError, match="took more than 1 s"):
+        build.library()
+    assert list(cache.iterdir()) == []
+    started = [int(pid) for pid in pids.read_text().split()]
+    left = [psutil.Process(pid) for pid in started if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, 30)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compares two widths of x86 vectors")
