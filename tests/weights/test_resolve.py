@@ -5,6 +5,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from shardwise.weights import resolve as module
 from shardwise.weights.resolve import Resolved, resolve
@@ -15,8 +16,8 @@ def hub(monkeypatch):
     """A hub that knows one repository and records what it was asked for."""
     asked = []
 
-    def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-        asked.append((repository, allow_patterns))
+    def snapshot_download(repository: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns, ignore_patterns))
         raise OSError("offline\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -63,14 +64,27 @@ def test_the_hub_is_asked_for_data_only(hub, tmp_path, monkeypatch):
     """R2: code or pickles downloaded, or a failure that names no remedy."""
     with pytest.raises(ValueError, match=r"owner/name .*OSError: offline\).*local directory"):
         resolve("owner/name")
-    ((repository, patterns),) = hub
+    ((repository, patterns, ignored),) = hub
     assert repository == "owner/name"
     assert not any(pattern.endswith((".py", ".bin", ".pt", ".pth", "*")) for pattern in patterns)
+    names = ["model.safetensors", "consolidated.safetensors", "onnx/model.safetensors", "original/params.json"]
+    assert list(filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=ignored)) == names[:1]
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     found = resolve("owner/name")
     assert (found.kind, found.path) == ("hf", str(tmp_path))
     assert "owner/name" in found.source
+
+
+@pytest.mark.parametrize("files", [[], ["config.json"]])
+def test_a_hub_repository_of_gguf_files_says_what_to_do(files, tmp_path, monkeypatch):
+    """Guards against an error that names no way on: which of a repository's files is meant can't be guessed."""
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ValueError, match=r"hf download owner/name NAME\.gguf\) and give its path"):
+        resolve("owner/name")
 
 
 def test_the_alias_is_the_installed_wheel_and_is_not_imported(hub):
