@@ -5,6 +5,7 @@ Knows nothing of models, processes or tensors; anyone may import it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -77,6 +78,11 @@ class Layout:
         return Coordinates(dp=rank // self.replica_size, tp=rank % self.tp, pp=rank % self.replica_size // self.tp)
 
 
+def _is(kinds: Any, value: Any) -> bool:
+    """Is it a finite number of one of these types?"""
+    return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 TEXTS: dict[str, Any] = {
     "quantize": Quantization,
     "speculate": Speculation,
@@ -140,6 +146,10 @@ class EngineConfig:
         for name in ("start_timeout", "step_timeout", "restart_timeout"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
+        for name, kinds, what in (("split", int | float, ""), ("stages", int, "whole "), ("device_ids", int, "whole ")):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, tuple | list) and all(_is(kinds, part) for part in value)):
+                raise ValueError(f"{name} must be a tuple of {what}numbers, not {value!r}")
         if (gpus := self.device_ids) is not None and (len({*gpus}) < max(1, len(gpus)) or min(gpus) < 0):
             raise ValueError(f"device_ids must be different numbers of GPUs, from 0 on, not {gpus!r}")
         if self.device_ids is not None and self.device == "cpu":

@@ -177,6 +177,14 @@ def test_unknown_sampling_field_is_refused() -> None:
         {"layout": Layout(tp=2), "split": (1.0,)},
         {"layout": Layout(tp=2), "split": (1.0, 0.0)},
         {"layout": Layout(pp=2), "stages": (3,)},
+        {"layout": Layout(pp=2), "stages": (1.5, 0.5)},
+        {"layout": Layout(pp=2), "stages": 2},
+        {"layout": Layout(tp=2), "split": (float("inf"), 1)},
+        {"layout": Layout(tp=2), "split": (float("nan"), 1)},
+        {"layout": Layout(tp=2), "split": ("a", 1)},
+        {"split": 3},
+        {"device_ids": ("a",)},
+        {"device_ids": 0},
     ],
 )
 def test_bad_engine_setting_is_named(settings: dict[str, Any]) -> None:
