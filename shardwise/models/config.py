@@ -5,10 +5,14 @@ A field is a number, a name or an absence; files, tensors and processes are unkn
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.config import Layout
+
+MOST = 4096
+"""Layers, or heads, of any real model and more: plans hold something for each before a file is looked into."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Rope:
     dim: int
     """Leading dimensions of a head that are rotated; even."""
     scaling: str = "default"
-    """"default", "linear", "llama3", "yarn", or "factors" (a tensor divides the frequencies); 0 below is absent."""
+    """"default", "linear", "llama3", "yarn", or "factors" (a tensor divides the frequencies)."""
     factor: float = 1.0
     original_positions: int = 0
     low_freq_factor: float = 0.0
@@ -28,6 +32,18 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
+            if not 1e-6 <= getattr(self, name) < math.inf:
+                raise ValueError(f"model config: {name} of the rope scaling can't be {getattr(self, name)!r}")
+        if not 1 < self.theta < math.inf:
+            raise ValueError(f"model config: rope_theta must be a number above 1, not {self.theta!r}")
+        if self.scaling in ("llama3", "yarn") and not 0 < self.original_positions < 2**31:
+            raise ValueError(f"model config: a rope scaled from {self.original_positions} positions is not possible")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.scaling == "llama3" and not 0 < low < high < math.inf:
+            raise ValueError(f"model config: low_freq_factor {low} must be above 0 and below high_freq_factor {high}")
 
 
 @dataclass(frozen=True)
@@ -84,12 +100,20 @@ class ModelConfig:
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
         for name in (*sizes, "vocab_size", "max_positions"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-                raise ValueError(f"model config: {name} must be a whole number above 0, not {value!r}")
+            most = MOST if name in ("num_layers", "num_heads") else 2**31 - 1
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+                raise ValueError(f"model config: {name} must be a whole number from 1 to {most}, not {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model config: {self.num_heads} heads can't share {self.num_kv_heads} kv heads evenly")
         if self.window is not None and self.window < 1:
             raise ValueError(f"model config: a sliding window of {self.window} tokens hides a token from itself")
+        if self.rope is not None and (self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim):
+            raise ValueError(
+                f"model config: a rope must turn an even number of dimensions of a head of {self.head_dim}, "
+                f"not {self.rope.dim}"
+            )
+        if self.bos is not None and (not isinstance(self.bos, int) or not abs(self.bos) < 2**63):
+            raise ValueError(f"model config: bos_token_id must be a token id, not {self.bos!r}")
 
     @property
     def group_size(self) -> int:

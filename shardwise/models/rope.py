@@ -13,6 +13,9 @@ from torch import Tensor
 
 from shardwise.models.config import Rope
 
+PIECE = 4096
+"""Positions whose angles are worked out at once, in float64: a table may be as large as the memory for its own."""
+
 
 class RopeTable:
     """cos and sin, each [positions, dim / 2] in the compute dtype, shared by all layers of a stage."""
@@ -32,12 +35,15 @@ class RopeTable:
     def fill(self) -> None:
         """(Re)compute the table, after ``factors`` was loaded for instance."""
         frequencies, scale = inverse_frequencies(self.rope)
-        angles = torch.arange(self.cos.shape[0], dtype=torch.float32)[:, None] * (frequencies / self.factors)
-        wide = angles.double().numpy()  # numpy: one thread and one code path for every element, whatever the shape
         import numpy as np
 
-        self.cos.copy_(torch.from_numpy(np.cos(wide)) * scale)
-        self.sin.copy_(torch.from_numpy(np.sin(wide)) * scale)
+        for start in range(0, self.cos.shape[0], PIECE):
+            cos, sin = self.cos[start : start + PIECE], self.sin[start : start + PIECE]
+            positions = torch.arange(start, start + cos.shape[0], dtype=torch.float32)
+            angles = positions[:, None] * (frequencies / self.factors)
+            wide = angles.double().numpy()  # numpy: one thread and one code path for every element, whatever the shape
+            cos.copy_(torch.from_numpy(np.cos(wide)) * scale)
+            sin.copy_(torch.from_numpy(np.sin(wide)) * scale)
 
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
@@ -84,5 +90,4 @@ def _yarn(rope: Rope, base: Tensor) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
     kept = 1 - ramp.clamp(0, 1)
-    scale = rope.attention_factor or (0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
-    return base / rope.factor * (1 - kept) + base * kept, scale
+    return base / rope.factor * (1 - kept) + base * kept, rope.attention_factor

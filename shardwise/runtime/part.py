@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.config import Coordinates, Layout
+from shardwise.config import BLOCK, Coordinates, Layout
 from shardwise.kernels.ops import Ops
 from shardwise.models.batch import KV, Batch
 from shardwise.models.config import ModelConfig
@@ -90,7 +90,7 @@ def make_part(
     shard = make_shard(config, Layout(tp=spec.tp, pp=spec.pp), coordinates.tp, coordinates.pp, spec.split, spec.stages)
     plan = make_plan(config, shard, spec.quantize)
     device = torch.device(spec.device)
-    positions = min(spec.max_model_len, config.max_positions)
+    positions = min(spec.max_model_len, config.max_positions, spec.num_blocks * BLOCK)
     offload, rank = spec.offload, coordinates.pp * spec.tp + coordinates.tp
     away = offload.away(rank) if offload is not None else ()
     compiled = CompiledLayers(spec.compile) if spec.compile is not None else None

@@ -19,13 +19,14 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.families.family import Family, ids
 from shardwise.models.families.table import BY_MODEL_TYPE, find, find_gguf, make_plan
 from shardwise.models.shard import make_shard
-from shardwise.weights.checkpoint import Index, LoadError
+from shardwise.weights.checkpoint import DENSE, Index, LoadError
 from shardwise.weights.gguf import read_gguf
 from shardwise.weights.resolve import Resolved, resolve
 from shardwise.weights.safetensors import index_safetensors
 from shardwise.weights.stored import FORMATS, OFFSETS, SCALES, stored_shapes
 
 MAX_JSON_BYTES = 10 * 2**20
+FLOATS = ("F64", "F32", "F16", "BF16")
 METHOD = "shardwise"
 """quant_method of quantization_config in config.json."""
 
@@ -71,6 +72,12 @@ def open_source(model: str | Path) -> Source:
         file = path / "generation_config.json"
         generation = read_json(file) if file.is_file() else {}
     tensors = {names[name]: info for name, info in stored.tensors.items()}
+    if len(tensors) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        both = " and ".join(name for name, canonical in names.items() if canonical == twice)
+        raise LoadError(f"{path}: tensors {both} are one parameter of this family ({family.name})")
+    if "lm_head.weight" in tensors:  # it may differ from the embedding, whatever the configuration says
+        config = replace(config, tied=False)
     index = Index(files=stored.files, tensors=tensors, quantization=quantization)
     account(config, family, index, path)
     eos = frozenset(config.eos + ids(generation.get("eos_token_id")))
@@ -102,6 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def account(config: ModelConfig, family: Family, index: Index, path: Path) -> None:
     """LoadError unless every parameter has its tensor, of the right shape, and no tensor is left over."""
+    if config.num_layers > len(index.tensors):  # said before a plan is made of so many
+        raise LoadError(f"{path}: {len(index.tensors)} tensors can't be the {config.num_layers} layers of num_layers")
     plan = make_plan(config, make_shard(config, Layout()), index.quantization)
     wanted: dict[str, tuple[int, ...]] = {}
     for placement in (placement for placements in plan.values() for placement in placements):
@@ -115,13 +124,15 @@ def account(config: ModelConfig, family: Family, index: Index, path: Path) -> No
             raise LoadError(
                 f"{path}: tensor {name} has shape {list(found)}, but the configuration asks for {list(shape)}"
             )
+        dtype = index.tensors[name].dtype
+        if dtype in DENSE and dtype not in FLOATS and name + SCALES not in wanted:
+            raise LoadError(f"{path}: tensor {name} is {dtype}, and parameters are {', '.join(FLOATS)}")
     for name, info in index.tensors.items() if index.quantization is not None else ():
         if name.endswith((SCALES, OFFSETS)) and info.dtype != "BF16":
             raise LoadError(f"{path}: tensor {name} is {info.dtype}, not BF16")
         if name + SCALES in wanted and info.dtype != FORMATS[4 if name + OFFSETS in wanted else 8]:
             raise LoadError(f"{path}: tensor {name} is {info.dtype}, which doesn't go with {index.quantization}")
-    tied = {"lm_head.weight"} if config.tied else set()  # some checkpoints store the tied head as well
-    extra = sorted(name for name in set(index.tensors) - set(wanted) - tied if not family.ignored(name))
+    extra = sorted(name for name in set(index.tensors) - set(wanted) if not family.ignored(name))
     if extra:
         raise LoadError(
             f"{path}: the checkpoint holds {_some(extra)}, of which this family ({family.name}) makes no use: "

@@ -15,7 +15,10 @@ from safetensors.numpy import load_file
 
 from shardwise.config import Coordinates
 from shardwise.kernels.ops import Ops
+from shardwise.models.config import ModelConfig, Rope
 from shardwise.models.families import bloom, gpt2, llama, mixtral, qwen3
+from shardwise.models.families.family import vocabulary
+from shardwise.models.families.rotation import rope_from_hf
 from shardwise.parallel.axis import Axis
 from shardwise.params import SamplingParams
 from shardwise.runtime.launch import runner_spec
@@ -46,8 +49,8 @@ def names_of(table: dict[str, str], ends: dict[str, str], prefix: str, layers: i
 def to_gguf(source: Path, target: Path, arch: str, numbers: dict[str, Any], tensors: dict[str, Array]) -> Path:
     writer = GGUFWriter(target, arch)
     for key, value in numbers.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{arch}.{key}", value)
+        kinds = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        kinds[type(value)](f"{arch}.{key}", value)
     for name, array in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(array.astype(np.float32)))
     writer.write_header_to_file()
@@ -57,7 +60,8 @@ def to_gguf(source: Path, target: Path, arch: str, numbers: dict[str, Any], tens
     return target
 
 
-def llama_gguf(path: Path, target: Path, shape: str, **extra: Array) -> Path:
+def llama_gguf(path: Path, target: Path, shape: str, more: dict[str, Any] | None = None, **extra: Array) -> Path:
+    """``more`` are numbers beside the usual ones, or in place of them; ``extra`` are tensors."""
     size = LLAMAS[shape]
     names = names_of(llama.GGUF_LAYER, llama.GGUF_ENDS, "model.layers.", size["layers"])
     stored = {names[name]: array for name, array in load_file(path / "model.safetensors").items()}
@@ -78,7 +82,7 @@ def llama_gguf(path: Path, target: Path, shape: str, **extra: Array) -> Path:
         "rope.freq_base": 10000.0,
         "vocab_size": size["vocab"],
     }
-    return to_gguf(path, target, "llama", numbers, {**stored, **extra})
+    return to_gguf(path, target, "llama", {**numbers, **(more or {})}, {**stored, **extra})
 
 
 def gpt2_gguf(path: Path, target: Path) -> Path:
@@ -204,6 +208,70 @@ def test_rope_factors_of_a_file_are_used(tmp_path: Path) -> None:
     assert found[0] != found[2]
 
 
+@pytest.mark.parametrize(
+    ("more", "kind", "factor"),
+    [
+        ({}, "default", 1.0),
+        ({"rope.scaling.factor": 4.0}, "linear", 4.0),
+        ({"rope.scale_linear": 4.0}, "linear", 4.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, "default", 1.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "default", 1.0),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0}, "yarn", 4.0),
+    ],
+)
+def test_rope_scalings_are_read_as_llama_cpp_reads_them(
+    tmp_path: Path, more: dict[str, Any], kind: str, factor: float
+) -> None:
+    """Guards a factor without a type, which is linear, its old name, and yarn's magnitude: HF's for the same factor."""
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    rope = open_source(llama_gguf(path, tmp_path / "model.gguf", "groups", more)).config.rope
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 256}
+    assert rope is not None
+    assert (rope.scaling, rope.factor) == (kind, factor)
+    assert rope.attention_factor == rope_from_hf({"rope_scaling": scaling}, 6, 256).attention_factor
+
+
+FACTORS = {"rope_freqs.weight": np.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("more", "extra", "words"),
+    [
+        ({"rope.dimension_count": 8}, {}, "rope.dimension_count 8 must be the size of a head, 6"),
+        ({"rope.dimension_count": 4}, {}, "rope.dimension_count 4 must be the size of a head, 6"),
+        ({"rope.scaling.factor": 4.0}, FACTORS, "rope_freqs.weight with rope scaling 'linear'"),
+        ({"rope.scaling.attn_factor": 2.0}, {}, "rope.scaling.attn_factor is not supported"),
+        ({"rope.scaling.yarn_log_multiplier": 0.1}, {}, "rope.scaling.yarn_log_multiplier is not supported"),
+        ({"rope.freq_base": 0.0}, {}, "rope_theta must be a number above 1"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, {}, "rms_epsilon must be a number"),
+    ],
+)
+def test_other_rotations_are_refused(tmp_path: Path, more: dict[str, Any], extra: dict[str, Array], words: str) -> None:
+    """Guards memory, which a rotation wider than the head would write beyond, and against one that is left out."""
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    with pytest.raises(ValueError, match="model config") as caught:
+        open_source(llama_gguf(path, tmp_path / "model.gguf", "groups", more, **extra))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dim", [5, 8, 0, -2])
+def test_a_rope_stays_within_its_head(dim: int) -> None:
+    """Guards the same of every family, whatever it was read from."""
+    numbers = dict.fromkeys(("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim"), 6)
+    rest = {"intermediate_size": 6, "vocab_size": 6, "max_positions": 6, "norm_eps": 1e-5, "dtype": "float32"}
+    with pytest.raises(ValueError, match="even number of dimensions of a head of 6"):
+        ModelConfig(
+            family="qwen2", stored="gguf", activation="silu_mul", tied=True, rope=Rope(1e4, dim), **numbers, **rest
+        )
+
+
+@pytest.mark.parametrize("tokens", [5, None])
+def test_a_vocabulary_of_no_size_is_refused(tokens: Any) -> None:
+    """Guards against a traceback for metadata of another type."""
+    with pytest.raises(ValueError, match=r"llama\.vocab_size"):
+        vocabulary({"tokenizer.ggml.tokens": tokens}, "llama")
+
+
 def test_only_the_ranks_own_experts_are_read(tmp_path: Path) -> None:
     """Guards start-up of large mixtures: a rank reads its slices of the stacked tensors and nothing else."""
     path = save_other(tmp_path / "hf", "mixtral", dtype=torch.float32)
@@ -242,4 +310,29 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     config = path / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 101', '"vocab_size": 105'))
     with pytest.raises(LoadError, match=r"shape \[101, 54\]"):
+        open_source(path)
+
+
+def test_a_tensor_of_whole_numbers_is_refused(tmp_path: Path) -> None:
+    """Guards against U16 that is taken for bfloat16, whose bits are read as such."""
+    from safetensors.numpy import save_file
+
+    path = save_llama(tmp_path / "hf", "groups", dtype=torch.float32)
+    weights = load_file(path / "model.safetensors")
+    for kind in (np.uint16, np.int8, np.int64):
+        weights["model.norm.weight"] = np.ones(54, kind)
+        save_file(weights, path / "model.safetensors")
+        with pytest.raises(LoadError, match=r"tensor model\.norm\.weight is [UI]"):
+            open_source(path)
+
+
+def test_two_names_of_one_parameter_are_refused(tmp_path: Path) -> None:
+    """Guards against a checkpoint of which either tensor could be meant."""
+    from safetensors.numpy import save_file
+
+    path = save_gpt2(tmp_path / "hf")
+    weights = load_file(path / "model.safetensors")
+    weights["h.0.ln_1.bias"] = weights["transformer.h.0.ln_1.bias"] + 1
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"h\.0\.ln_1\.bias and transformer\.h\.0\.ln_1\.bias"):
         open_source(path)

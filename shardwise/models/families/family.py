@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,21 +38,32 @@ class Family:
 
 
 def number(values: Mapping[str, Any], key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-    """A number from an untrusted mapping; ValueError naming the key when it is missing or of another type."""
+    """A finite number from an untrusted mapping; ValueError naming the key when it is missing or of another type."""
     value = values.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int if kind is int else int | float)
+        or not abs(value) <= sys.float_info.max  # neither is NaN
+    ):
         raise ValueError(
             f"model config: {key} must be {'a whole number' if kind is int else 'a number'}, not {value!r}"
         )
     return kind(value)
 
 
+def vocabulary(values: Mapping[str, Any], arch: str) -> int:
+    """Rows of the vocabulary that GGUF metadata names, or else its tokens; ValueError for neither."""
+    tokens = values.get("tokenizer.ggml.tokens")
+    rows: int = number(values, f"{arch}.vocab_size", int, len(tokens) if isinstance(tokens, list) else None)
+    return rows
+
+
 def ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them or None, as a tuple."""
     found = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in found):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**63 for token in found):
         raise ValueError(f"model config: eos_token_id must be a token id or a list of them, not {value!r}")
     return tuple(found)
 

@@ -19,7 +19,7 @@ KEYS = "n_embd", "n_head"
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Read a GPT-2 config.json."""
     activation = values.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"model config: activation_function {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
     if values.get("scale_attn_by_inverse_layer_idx") or not values.get("scale_attn_weights", True):
         raise ValueError("model config: only attention scaled by 1/sqrt(head size) is supported for this family")

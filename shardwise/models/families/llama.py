@@ -8,17 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwise.models.config import ModelConfig, Rope
-from shardwise.models.families.family import Family, gguf_names, head, ids, matrix, number, number_format, vector
+from shardwise.models.config import ModelConfig
+from shardwise.models.families.family import (
+    Family,
+    gguf_names,
+    head,
+    ids,
+    matrix,
+    number,
+    number_format,
+    vector,
+    vocabulary,
+)
+from shardwise.models.families.rotation import rope_from_gguf, rope_from_hf
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Placement, Plan, Run
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """Read a Llama or Mistral config.json."""
+    """Read a Llama or Mistral config.json, of which Mistral's alone has a sliding window."""
+    mistral = values.get("model_type") == "mistral"
+    values = {**MISTRAL, **values} if mistral else {**values, "sliding_window": None}
     return hf_config(
         values, "llama", attention_bias=bool(values.get("attention_bias")), mlp_bias=bool(values.get("mlp_bias"))
     )
+
+
+MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+"""What transformers takes where config.json does not say, as in other families' files."""
 
 
 def hf_config(values: Mapping[str, Any], family: str, width: str = "intermediate_size", **more: Any) -> ModelConfig:
@@ -46,7 +63,7 @@ def hf_config(values: Mapping[str, Any], family: str, width: str = "intermediate
         activation="silu_mul",
         tied=bool(values.get("tie_word_embeddings", False)),
         dtype=number_format(values),
-        rope=_rope_hf(values, head_dim, positions),
+        rope=rope_from_hf(values, head_dim, positions),
         window=_window(values, positions),
         bos=values.get("bos_token_id"),
         eos=ids(values.get("eos_token_id")),
@@ -74,32 +91,6 @@ def _window(values: Mapping[str, Any], positions: int) -> int | None:
     return int(window)
 
 
-def _rope_hf(values: Mapping[str, Any], head_dim: int, positions: int) -> Rope:
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(
-            f"model config: rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn"
-        )
-    theta = number({**values, **scaling}, "rope_theta", float, 10000.0)
-    original = number(scaling, "original_max_position_embeddings", int, positions)
-    factor = number(scaling, "factor", float, 1.0)
-    attention = scaling.get("attention_factor")
-    return Rope(
-        theta=theta,
-        dim=head_dim,
-        scaling=kind,
-        factor=factor,
-        original_positions=original,
-        low_freq_factor=number(scaling, "low_freq_factor", float, 0.0),
-        high_freq_factor=number(scaling, "high_freq_factor", float, 0.0),
-        beta_fast=number(scaling, "beta_fast", float, 32.0),
-        beta_slow=number(scaling, "beta_slow", float, 1.0),
-        attention_factor=number(scaling, "attention_factor", float, 0.0) if attention is not None else 0.0,
-        truncate=bool(scaling.get("truncate", True)),
-    )
-
-
 def from_gguf(values: Mapping[str, Any]) -> ModelConfig:
     """Read the metadata of a GGUF file of architecture "llama" without experts."""
     return gguf_config(values, "llama", "llama")
@@ -120,17 +111,6 @@ def gguf_config(
         raise ValueError("model config: heads whose keys and values differ in width are not supported")
     positions = given("context_length", int)
     window = given("attention.sliding_window", int, positions)
-    scaling = values.get(f"{arch}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear", "yarn"):
-        raise ValueError(f"model config: rope scaling {scaling!r} is not supported in GGUF files")
-    rope = Rope(
-        theta=given("rope.freq_base", float, 10000.0),
-        dim=given("rope.dimension_count", int, head_dim),
-        scaling="factors" if "rope_freqs.weight" in values["tensors"] else {"none": "default"}.get(scaling, scaling),
-        factor=given("rope.scaling.factor", float, 1.0),
-        original_positions=given("rope.scaling.original_context_length", int, positions),
-        attention_factor=0.0,
-    )
     return ModelConfig(
         family=family,
         stored="gguf",
@@ -140,13 +120,13 @@ def gguf_config(
         num_kv_heads=given("attention.head_count_kv", int, heads),
         head_dim=head_dim,
         intermediate_size=given(width, int),
-        vocab_size=given("vocab_size", int, len(values.get("tokenizer.ggml.tokens", ()))),
+        vocab_size=vocabulary(values, arch),
         max_positions=positions,
         norm_eps=given("attention.layer_norm_rms_epsilon", float),
         activation="silu_mul",
         tied="output.weight" not in values["tensors"],
         dtype="float32",
-        rope=rope,
+        rope=rope_from_gguf(values, arch, head_dim, positions),
         window=window if window < positions else None,
         bos=values.get("tokenizer.ggml.bos_token_id"),
         eos=ids(values.get("tokenizer.ggml.eos_token_id")),

@@ -17,8 +17,16 @@ from shardwise.parallel.placement import Placement, Plan, Run
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Read a Mixtral config.json."""
     count, chosen = number(values, "num_local_experts", int), number(values, "num_experts_per_tok", int)
-    values = {"rope_theta": 1e6, **values}  # as transformers takes it where config.json does not say
-    return llama.hf_config(values, "mixtral", experts=Experts(count, chosen, normed=True))
+    return llama.hf_config({**DEFAULTS, **values}, "mixtral", experts=Experts(count, chosen, normed=True))
+
+
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+"""What transformers takes where config.json does not say."""
 
 
 def from_gguf(values: Mapping[str, Any]) -> ModelConfig:

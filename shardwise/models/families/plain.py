@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.models.config import ModelConfig
-from shardwise.models.families.family import ids, number, vector
+from shardwise.models.families.family import ids, number, vector, vocabulary
 from shardwise.parallel.placement import Plan
 
 
@@ -39,7 +39,7 @@ def plain_gguf(values: Mapping[str, Any], arch: str, keys: tuple[str, str], **nu
         number(values, f"{arch}.attention.head_count", int),
         stored="gguf",
         num_layers=number(values, f"{arch}.block_count", int),
-        vocab_size=number(values, f"{arch}.vocab_size", int, len(values.get("tokenizer.ggml.tokens", ()))),
+        vocab_size=vocabulary(values, arch),
         norm_eps=number(values, f"{arch}.attention.layer_norm_epsilon", float),
         activation="gelu_tanh",
         tied="output.weight" not in values["tensors"],

@@ -14,10 +14,15 @@ from shardwise.parallel.placement import Plan
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Read a Qwen2 config.json."""
-    return llama.hf_config({**WINDOWS, **values}, "qwen2", attention_bias=True)
+    return llama.hf_config({**DEFAULTS, **values}, "qwen2", attention_bias=True)
 
 
-WINDOWS = {"use_sliding_window": False, "max_window_layers": 28}
+DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
 """What transformers takes of all Qwen models where config.json does not say."""
 
 

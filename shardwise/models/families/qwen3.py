@@ -11,14 +11,14 @@ from shardwise.models.config import Experts, ModelConfig
 from shardwise.models.families import llama
 from shardwise.models.families.family import gguf_names, number, vector
 from shardwise.models.families.mixtral import Spelling, experts_plan, gguf_experts
-from shardwise.models.families.qwen2 import WINDOWS
+from shardwise.models.families.qwen2 import DEFAULTS
 from shardwise.models.shard import Shard
 from shardwise.parallel.placement import Plan
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Read a Qwen3 config.json."""
-    values = {**WINDOWS, **values}
+    values = {**DEFAULTS, **values}
     if values.get("head_dim") is None:
         values["head_dim"] = 128  # as transformers does
     return llama.hf_config(values, "qwen3", attention_bias=bool(values.get("attention_bias")))
@@ -39,7 +39,7 @@ def moe_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     count, chosen = number(values, name, int), number(values, "num_experts_per_tok", int)
     experts = Experts(count, chosen, normed=bool(values.get("norm_topk_prob")))
     bias = bool(values.get("attention_bias"))
-    values = {**WINDOWS, **values, "max_window_layers": 0}  # a window is in all layers here
+    values = {**DEFAULTS, "num_key_value_heads": 4, **values, "max_window_layers": 0}  # a window is in all layers here
     return llama.hf_config(values, "qwen3_moe", "moe_intermediate_size", experts=experts, attention_bias=bias)
 
 
