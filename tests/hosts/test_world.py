@@ -14,9 +14,11 @@ from shardwise.engine import Engine
 from shardwise.llm import LLM
 from shardwise.replicas import Replicas
 from shardwise.runtime.executor import RankFailure
+from shardwise.runtime.hosts import front
+from shardwise.runtime.hosts.front import Hosts
 from shardwise.runtime.launch import begin_replica, plan_run, worker_specs
 from shardwise.runtime.source import open_source
-from shardwise.world import find_world
+from shardwise.world import World, find_world
 from tests.fakes import Letters, small_scheduler
 from tests.tiny import save_text_model
 
@@ -67,6 +69,21 @@ def test_odd_places(changes: dict[str, str], told: str) -> None:
     """Guards against variables of another's that would make a wrong layout."""
     with pytest.raises(ValueError, match=told):
         find_world(environ() | changes)
+
+
+@pytest.mark.parametrize(("master", "refused"), [("127.0.0.1", False), ("localhost", False), ("first-host", True)])
+def test_an_address_that_others_cannot_reach(monkeypatch: pytest.MonkeyPatch, master: str, refused: bool) -> None:
+    """Guards operators from hosts that never meet, where the first one's name is an address of itself alone."""
+    monkeypatch.setenv("SHARDWISE_SECRET", "s" * 40)
+    monkeypatch.setattr(front, "own_address", lambda towards: "127.0.0.1")
+    world = World(0, 4, 0, 2, master, 0, "test", store=False)
+    if refused:
+        with pytest.raises(ValueError, match=r"--master-addr or --local-addr .* GLOO_SOCKET_IFNAME"):
+            Hosts(world)
+        return
+    hosts = Hosts(world)
+    hosts.enter()
+    hosts.leave()
 
 
 @pytest.mark.usefixtures("two_hosts")

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from itertools import count
 from signal import SIGKILL
 
@@ -241,13 +242,19 @@ class Lease:
 class Hosts:
     """All the other hosts of a ``world``: lets their agents in, and sends them home with the last lease.
 
-    Raises ValueError for a missing secret, or an address that isn't ours.
+    Raises ValueError for a missing secret, or an address that isn't ours, or that others can't reach.
     """
 
     def __init__(self, world: World) -> None:
         secret = read_secret(os.environ)
         self.world = world
         self.address = own_address(world.master)
+        if _is_loopback(self.address) and not _is_loopback(world.master):
+            raise ValueError(
+                f"the way to {world.master}, the first host, is {self.address} here, where no other host can come: "
+                "give torchrun --master-addr or --local-addr its address in their network, or set GLOO_SOCKET_IFNAME "
+                "to its interface there"
+            )
         self._hosts = [Host(number) for number in range(1, world.hosts)]
         self._users = 0
         self._closed = False
@@ -320,3 +327,11 @@ class Hosts:
         )
         if done.returncode:
             print(f"shardwise: {done.stderr.decode(errors='replace').strip()[-400:]}", file=sys.stderr)
+
+
+def _is_loopback(host: str) -> bool:
+    """Is it said to be this host alone? (A name may only resolve to it.)"""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
