@@ -5,11 +5,13 @@ Front side, no torch: the in-process executor, which needs it, is imported when 
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,7 @@ from shardwise.runtime.frames import WorkerSpec
 from shardwise.runtime.hosts.agent import attend
 from shardwise.runtime.hosts.fit import check_world
 from shardwise.runtime.hosts.front import Hosts
+from shardwise.runtime.machine import VISIBLE, available_memory, visible_gpus
 from shardwise.runtime.offload_plan import OffloadPlan, plan_offload
 from shardwise.runtime.processes import COMMAND, ProcessExecutor
 from shardwise.runtime.rank_plan import RankPlan, plan_ranks, row_bytes
@@ -83,40 +86,40 @@ def launch(
     """Start the ranks of every replica, replicas side by side; raises RankFailure, and then none is left running.
 
     A single rank on the CPU runs within this process, unless it is to be isolated. In a world of several hosts the
-    process of rank 0 is the front; the others lend it their host until it is done, and never return. The agents of
-    ``hosts`` stay for a next launch; by default they leave with the last of these ranks.
+    process of rank 0 is the front; the others lend it their host until it ends, and never return.
     """
     layout, world = plan.engine.layout, plan.world
     if world is not None and world.rank:
         sys.exit(attend(world))
     if layout.world_size == 1 and not plan.engine.isolate:
         return [_in_process(plan)]
+    if world is not None and layout.world_size > world.local_size:
+        hosts = hosts or _other_hosts(world)
     executors: list[ProcessExecutor] = []
-    with ExitStack() as stack:
-        if hosts is None and world is not None and layout.world_size > world.local_size:
-            hosts = stack.enter_context(hosts_of(plan))
-        try:
-            executors.extend(_start(plan, replica, hosts=hosts) for replica in range(layout.dp))
-            for replica, executor in enumerate(executors):
-                executor.wait_ready(_teller(on_progress, replica, layout.dp))
-        except BaseException:
-            for executor in executors:
-                executor.kill()
-            raise
+    try:
+        executors.extend(_start(plan, replica, hosts=hosts) for replica in range(layout.dp))
+        for replica, executor in enumerate(executors):
+            executor.wait_ready(_teller(on_progress, replica, layout.dp))
+    except BaseException:
+        for executor in executors:
+            executor.kill()
+        raise
     return list(executors)
 
 
 @contextmanager
 def hosts_of(plan: RunPlan) -> Iterator[Hosts | None]:
-    """The other hosts of a plan, for several launches in turn; None where there are none."""
-    hosts = Hosts(plan.world) if plan.world is not None and not plan.world.rank else None
-    if hosts is not None:
-        hosts.enter()
-    try:
-        yield hosts
-    finally:
-        if hosts is not None:
-            hosts.leave()
+    """The other hosts of a plan, which may come from now on; None where there are none."""
+    yield _other_hosts(plan.world) if plan.world is not None and not plan.world.rank else None
+
+
+@cache
+def _other_hosts(world: World) -> Hosts:
+    """The other hosts, for all launches of this process: torchrun starts their agents once, so they stay to its end."""
+    hosts = Hosts(world)
+    hosts.enter()
+    atexit.register(hosts.leave)
+    return hosts
 
 
 def begin_replica(plan: RunPlan, replica: int) -> Executor:
@@ -280,9 +283,10 @@ def _device(engine: EngineConfig, local: int) -> str:
 
     What this host has, the others are taken to have too.
     """
-    there = {int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*")}
-    if (ids := engine.device_ids) is not None and (missing := sorted(set(ids) - there)):
-        raise ValueError(f"device_ids: this host has no GPU {missing[0]}; it has {sorted(there) or 'none'}")
+    there = range(visible_gpus())
+    if (ids := engine.device_ids) is not None and (missing := sorted({*ids} - {*there})):
+        seen = f" that CUDA_VISIBLE_DEVICES={shown!r} shows" if (shown := os.environ.get(VISIBLE)) is not None else ""
+        raise ValueError(f"device_ids: this host has no GPU {missing[0]}{seen}; it has {[*there] or 'none'}")
     gpus = len(there if ids is None else ids)
     if (engine.device == "cuda" or ids is not None) and gpus < local:
         raise ValueError(
@@ -297,15 +301,6 @@ def _device(engine: EngineConfig, local: int) -> str:
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def available_memory() -> int:
-    """Bytes that new processes could use without swapping, as the kernel estimates; a guess elsewhere than on Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
 
 
 def _transport(device: str) -> str:

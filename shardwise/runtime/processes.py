@@ -86,9 +86,9 @@ class ProcessExecutor:
             own = [holder for holder in self._holders if holder is not holders.get(holder.rank)]
             _leave(own, self._ranks, [each for at, each in enumerate(self._forks) if each is not alive.get(at)])
             raise
+        self._finalizer = weakref.finalize(self, _leave, self._holders, self._ranks, self._forks)
         if former is not None:
             former._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _leave, self._holders, self._ranks, self._forks)
 
     @property
     def ready(self) -> bool:

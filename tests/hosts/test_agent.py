@@ -11,14 +11,17 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 import pytest
 
+from shardwise.config import Layout
 from shardwise.parallel.seal import knock
+from shardwise.runtime import launch
 from shardwise.runtime.executor import RankFailure
 from shardwise.runtime.frames import WorkerSpec
 from shardwise.runtime.hosts import agent as agents
@@ -286,6 +289,28 @@ def test_a_host_is_lost_and_returns(stage: Stage) -> None:
     answers(following, 3)
     following.close()
     agent.close()
+
+
+def test_one_launch_after_the_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards scripts that make a second LLM: the other hosts stay until the process ends, and are told then."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(launch.atexit, "register", at_exit.append)
+    monkeypatch.setattr(launch, "COMMAND", COMMAND)
+    monkeypatch.setattr(launch, "worker_specs", lambda plan, replica: specs_of_hosts())
+    stage.port = free_port()
+    stage.attend()
+    layout = Layout(tp=2, pp=2)
+    engine = SimpleNamespace(layout=layout, isolate=False, step_timeout=PATIENCE, start_timeout=PATIENCE)
+    plan: Any = SimpleNamespace(engine=engine, world=world(stage.port))
+    for number in range(2):
+        (executor,) = launch.launch(plan)
+        assert isinstance(executor, ProcessExecutor)
+        answers(executor, number)
+        executor.close()
+    assert not stage.status, "the agent has left"
+    (leave,) = at_exit
+    leave()
+    assert until(lambda: stage.status == [0], PATIENCE)
 
 
 def test_a_host_that_does_not_come(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
