@@ -41,7 +41,7 @@ def one_of(kinds: str) -> WrapValidator:
             found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
             where = found["loc"][1:]  # without the type that it was tried as
             if any(isinstance(part, str) for part in where):
-                told = PydanticCustomError(found["type"], found["msg"])  # type: ignore[arg-type]
+                told = PydanticCustomError(found["type"], found["msg"])
                 raise ValidationError.from_exception_data("", [{"type": told, "loc": where, "input": None}]) from None
             raise PydanticCustomError("kinds", "Input should be {kinds}", {"kinds": kinds}) from None
 

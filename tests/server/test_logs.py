@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -166,17 +167,21 @@ def test_what_requests_came_to(text_model: Path, caplog: pytest.LogCaptureFixtur
     """R39: guards the figures in a request's line, also where a stream that began well ends in an error."""
     caplog.set_level(logging.INFO, "shardwise.access")
     plain: Callable[[Engine, News], Output] = Engine._text_of
+    go = threading.Event()
 
     def poisoned(self: Engine, news: News) -> Output:
-        if news.sequence.request.prompt[0] == 33 and news.sequence.num_generated > 3:
+        if news.sequence.num_generated > 3 and news.sequence.request.prompt[0] == 33:
             raise RuntimeError("poison")
+        if news.sequence.num_generated > 3 and news.sequence.request.prompt[0] == 34:
+            assert go.wait(60)  # until it is known that the client has gone
         return plain(self, news)
 
     def line(number: str) -> dict[str, Any]:
         told = (getattr(record, "fields", {}) for record in list(caplog.records))
         return next((fields for fields in told if fields.get("request_id") == number), {})
 
-    body = {"model": "tiny", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    letters = list(range(40, 90))  # whole at once
+    body = {"model": "tiny", "max_tokens": 200, "ignore_eos": True, "stream": True, "allowed_token_ids": letters}
     with (
         deps_on(text_model, served_model_names=("tiny",)) as deps,
         serving(deps) as url,
@@ -189,16 +194,17 @@ def test_what_requests_came_to(text_model: Path, caplog: pytest.LogCaptureFixtur
 
         asked: list[tuple[str, dict[str, Any]]] = [
             ("whole", {"stream": False, "prompt": [[5, 6], [7]], "max_tokens": 4, "n": 2}),
-            ("poison", {"prompt": [33, 34], "allowed_token_ids": list(range(40, 90))}),  # letters, whole at once
+            ("poison", {"prompt": [33, 34]}),
             ("refused", {"prompt": [5], "nonsense": 1}),
         ]
         for number, more in asked:
             with send(number, **more) as answer:
                 answer.read()
-        with send("gone", prompt=[5, 6, 7], n=8) as answer:
+        with send("gone", prompt=[34, 5, 6], n=8) as answer:
             next(answer.iter_lines())
         numbers = "whole", "poison", "refused", "gone"
         wait_for(lambda: all(map(line, numbers)))
+        go.set()
         whole, poison, refused, gone = map(line, numbers)
     assert [whole[name] for name in FIGURES] == [3, 16, "length"]
     assert 0 < whole["first_token_s"] < whole["seconds"]
