@@ -33,7 +33,14 @@ class Drafts:
 
     def collect(self, decodes: Iterable[Sequence], share: int) -> list[Chunk]:
         """Chunks of a draft pass for at most ``share`` of the sequences; none when all have the drafts they want."""
-        able = [sequence for sequence in decodes if not sequence.in_flight]  # of the others, the prompt is under way
+        able = [
+            sequence
+            for sequence in decodes
+            if not sequence.in_flight  # else the prompt is under way
+            and (
+                sequence.num_generated or not sequence.optimal
+            )  # the others' prompts must not tell how this one's ends
+        ]
         chunks: list[Chunk] = []
         budget = self._max_batch_tokens
         for sequence in able:

@@ -122,6 +122,8 @@ class Scheduler:
         share = self._share(len(self._running), num_flying)
         if len(ready) > share:
             ready.sort(key=lambda sequence: sequence.served)
+        elif self._gate.optimal:  # those that waited come first
+            ready.sort(key=lambda sequence: sequence.served if sequence.num_left == 1 else self._num_steps)
         decodes = [sequence for sequence in ready if sequence.num_left == 1]
         if self.drafts is not None:
             chunks = self.drafts.collect(decodes, share)
@@ -136,8 +138,11 @@ class Scheduler:
                 break
             if sequence.num_left > 1:
                 longer.append(sequence)
-            elif self._make_room(sequence):
-                budget -= self._take(chunks, sequence, budget - max(0, min(share, len(decodes)) - len(chunks) - 1))
+                continue
+            others = 0 if sequence.optimal else max(0, min(share, len(decodes)) - len(chunks) - 1)
+            least = 1 + len(sequence.drafts) if sequence.optimal and chunks else 1  # its tokens depend on its drafts
+            if budget - others >= least and self._make_room(sequence):
+                budget -= self._take(chunks, sequence, budget - others)
         for sequence in longer:
             if budget and sequence.blocks:  # else preempted by one of the decodes
                 budget -= self._take(chunks, sequence, budget)

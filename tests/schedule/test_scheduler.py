@@ -22,7 +22,10 @@ from shardwise.schedule.step import Chunk, Step, StepResult
 
 SPECULATIONS = [
     Speculation.parse(text)
-    for text in ("ngram", "ngram,k=3", "draft=x", "draft=x,k=2", "draft=x,k=5", "self", "self,k=3")
+    for text in (
+        *("ngram", "ngram,k=3", "draft=x", "draft=x,k=2", "draft=x,k=5", "self", "self,k=3"),
+        *("ngram,k=3,min_match=1,accept=optimal", "draft=x,k=5,accept=optimal"),
+    )
 ]
 VOCAB = 60
 EOS = frozenset({58, 59})
@@ -312,6 +315,40 @@ def test_more_sequences_than_rows_do_not_starve_the_late() -> None:
         (step,) = run.round()
         assert running <= len(step.chunks) <= 3
     run.drain()
+
+
+@pytest.mark.parametrize("text", ["ngram,k=3,min_match=1", "draft=x,k=3", "self,k=2"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_by_rejection_all_drafts_are_verified_however_many_run(text: str, depth: int) -> None:
+    """Guards accept=optimal, whose tokens depend on drafts: none may be left out because a step is full.
+
+    A first token has no drafts: whether there is one token left of a prompt at some step depends on the others.
+    """
+    speculation = Speculation.parse(f"{text},accept=optimal")
+    asked = [
+        ask(number, prompt(9 + number, number) * 2, 30, ignore_eos=True, temperature=float(number != 4))
+        for number in range(12)
+    ]
+
+    def verified(requests: list[Request], **sizes: Any) -> dict[int, list[tuple[int, list[int]]]]:
+        run = Run(make(speculation=speculation, num_in_flight=depth, **sizes))
+        run.ranks.shared = text.startswith("self")
+        run.add(*requests)
+        run.drain()
+        assert all(step.num_tokens <= sizes.get("max_batch_tokens", 64) for step in run.ranks.steps)
+        found: dict[int, list[tuple[int, list[int]]]] = {request.id: [] for request in requests if request.id != 4}
+        for step in run.ranks.steps:
+            for chunk in step.chunks if not step.draft else ():
+                if chunk.sampling is not None and chunk.sequence != 4:
+                    known = chunk.start + len(chunk.tokens) - chunk.drafts
+                    found[chunk.sequence].append((known, chunk.tokens[len(chunk.tokens) - chunk.drafts :]))
+        return found
+
+    alone = {number: rounds for request in asked for number, rounds in verified([request]).items()}
+    assert sum(len(drafts) for rounds in alone.values() for _, drafts in rounds) > 50
+    assert all(not rounds[0][1] for rounds in alone.values())
+    for sizes in ({"max_batch_tokens": 13}, {"max_batch_tokens": 5}, {"max_chunk": 17, "max_batch_tokens": 18}):
+        assert verified(asked, **sizes) == alone
 
 
 # Prefix cache
@@ -672,7 +709,12 @@ def test_everyone_gets_what_it_gets_alone(
     run.ranks.shared = speculation is not None and speculation.kind == "self"
     late: list[tuple[Step, StepResult]] = []
     requests = deque(
-        ask(number, [*prompt(common), *own], most, salt, ignore_eos=ignore, stop_token_ids=stops)
+        ask(
+            *(number, [*prompt(common), *own], most, salt),
+            ignore_eos=ignore,
+            stop_token_ids=stops,
+            temperature=float(number % 3 > 0),
+        )
         for number, (common, own, most, ignore, salt, stops) in enumerate(asked)
     )
 
