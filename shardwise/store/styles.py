@@ -97,6 +97,24 @@ class Style:
                 f"the prompt has {num_tokens} tokens, more than the {self.max_prompt} of handler.max_length: shorten it"
             )
 
+    def check_tokens(self, num_tokens: int, name: str = "max_tokens") -> None:
+        """Raise ValueError for more new tokens than max_new_tokens; ``name`` is the field that asks for them."""
+        most = self.keys.max_new_tokens
+        if most is not None and num_tokens > most:
+            raise ValueError(f"{name} {num_tokens} is more than the {most} of handler.max_new_tokens: ask for less")
+
+    def defaults(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The handler's fields over the model's ``own``, in the names of SamplingParams: for what a request leaves
+        open."""
+        keys = self.keys
+        said: dict[str, Any] = {
+            "max_new_tokens": keys.max_new_tokens,
+            "seed": keys.manual_seed,
+            "do_sample": keys.do_sample,
+        }
+        said |= {"temperature": keys.temperature, "top_p": keys.top_p, "top_k": keys.top_k}
+        return _merge(own, {name: value for name, value in said.items() if value is not None})
+
     def read(
         self,
         body: bytes,
@@ -161,15 +179,9 @@ class Style:
 
     def _params(self, request: Mapping[str, Any], own: Mapping[str, Any]) -> SamplingParams:
         """A request's fields over the handler's over the model's own."""
-        keys, most = self.keys, self.keys.max_new_tokens
-        said: dict[str, Any] = {"max_new_tokens": most, "seed": keys.manual_seed, "do_sample": keys.do_sample}
-        said |= {"temperature": keys.temperature, "top_p": keys.top_p, "top_k": keys.top_k}
-        start = {"max_tokens": KINDS[self.name].max_new_tokens} | dict(own)
-        merged = _merge(_merge(start, {name: value for name, value in said.items() if value is not None}), request)
-        if most is not None and isinstance(merged["max_tokens"], int) and merged["max_tokens"] > most:
-            raise ValueError(
-                f"max_new_tokens {merged['max_tokens']} is more than the {most} of handler.max_new_tokens: ask for less"
-            )
+        merged = _merge(self.defaults({"max_tokens": KINDS[self.name].max_new_tokens} | dict(own)), request)
+        if isinstance(merged["max_tokens"], int):
+            self.check_tokens(merged["max_tokens"], "max_new_tokens")
         return SamplingParams(**merged)
 
 

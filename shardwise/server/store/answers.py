@@ -42,7 +42,7 @@ log = logging.getLogger("shardwise")
 async def predict(model: EngineModel, request: Request) -> Response:
     """Answer a request with the text that its body asks for. Raises StoreError."""
     answer = Answer(model, request)
-    answer.check_room()
+    check_room(model)
     body = await request.body()
     try:
         streams = await watched(request.receive, answer.begin(body))
@@ -78,18 +78,9 @@ class Answer:
         """When the body was understood."""
         self._last = self._began
         """When the newest piece came."""
-        self._heard: dict[Stream, tuple[int, float]] = {}
-        """Tokens that have come of each, and when."""
+        self._paces: list[Pace] = []
         self._first: Output | None = None
         self._done = False
-
-    def check_room(self) -> None:
-        """Raise StoreError 503 where no worker is free and none may be waited for."""
-        service, limits = self._deps.service, self._model.stored.limits
-        waiting = 0 if limits.job_ticket else limits.queue_requests
-        if waiting is not None and service.num_open >= self._model.capacity(ready=limits.job_ticket) + waiting:
-            service.metrics.refused(503)
-            raise no_worker(self._model, service.admission.retry_after)
 
     async def begin(self, body: bytes) -> bool:
         """Understand the body and submit what it asks for; if it is to be streamed, wait for the first piece.
@@ -108,6 +99,7 @@ class Answer:
             self._read = time.monotonic()
             for each in prepared:
                 self._streams.append(self._deps.service.submit(each, key=key))
+                self._paces.append(Pace(self._model, self._streams[-1], self._is_stream))
         except Refused as refused:
             self._deps.service.metrics.refused(refused.status)
             status = 503 if refused.status == 429 else refused.status  # TorchServe's clients know no 429
@@ -138,22 +130,12 @@ class Answer:
 
     def look(self) -> None:
         """To be called now and then: end what takes longer than it may."""
-        now = time.monotonic()
-        most, limit = self._deps.config.request_timeout, self._model.stored.limits.response_timeout
+        now, most = time.monotonic(), self._deps.config.request_timeout
         for stream in self._streams:
-            ticket = stream.ticket
-            if stream.ended:
-                continue
-            if now - ticket.entered > most:
+            if not stream.ended and now - stream.ticket.entered > most:
                 stream.cut(Cut("request_timeout", "the request has taken longer than this server allows", 408))
-            elif limit is not None and ticket.started is not None:
-                known, at = self._heard.get(stream, (0, ticket.started))
-                if known != stream.num_tokens and self._is_stream:
-                    known, at = stream.num_tokens, now
-                self._heard[stream] = known, at
-                if now - at > limit:
-                    text = f"the model has not responded within the {limit:g} s of its responseTimeout"
-                    stream.cut(Cut("response_timeout", text, 500))
+        for pace in self._paces:
+            pace.look()
 
     def close(self) -> None:
         """Let go of what is unfinished, and count the rest; harmless when repeated."""
@@ -249,6 +231,30 @@ class Answer:
         return output
 
 
+class Pace:
+    """The responseTimeout of a request that has its turn: for all of its answer or, ``in_pieces``, for each token."""
+
+    def __init__(self, model: EngineModel, stream: Stream, in_pieces: bool) -> None:
+        self._model, self._stream, self._in_pieces = model, stream, in_pieces
+        self._heard = 0
+        """Tokens that have come."""
+        self._since: float | None = None
+
+    def look(self) -> None:
+        """To be called now and then: end it if it takes longer than it may."""
+        stream, limit, now = self._stream, self._model.stored.limits.response_timeout, time.monotonic()
+        if stream.ended:
+            self._model.answers.discard(self)
+            return
+        if limit is None or stream.ticket.started is None:
+            return
+        if self._in_pieces and stream.num_tokens != self._heard:
+            self._heard, self._since = stream.num_tokens, now
+        if now - (self._since or stream.ticket.started) > limit:
+            text = f"the model has not responded within the {limit:g} s of its responseTimeout"
+            stream.cut(Cut("response_timeout", text, 500))
+
+
 class Pieces(Streamed):
     """The text piece by piece, chunked. Where it can't go on, the connection ends without an end of the body."""
 
@@ -272,9 +278,15 @@ class Pieces(Streamed):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def no_worker(model: EngineModel, retry_after: int) -> ApiError:
-    """Nobody is free to take it."""
-    return StoreError(503, NO_WORKER.format(model.tally.name, model.tally.version), retry_after=retry_after)
+def check_room(model: EngineModel) -> None:
+    """Raise StoreError 503 where no worker is free and none may be waited for."""
+    assert model.deps is not None
+    service, limits = model.deps.service, model.stored.limits
+    waiting = 0 if limits.job_ticket else limits.queue_requests
+    if waiting is not None and service.num_open >= model.capacity(ready=limits.job_ticket) + waiting:
+        service.metrics.refused(503)
+        text = NO_WORKER.format(model.tally.name, model.tally.version)
+        raise StoreError(503, text, retry_after=service.admission.retry_after)
 
 
 def cause_of(service: Service, error: str) -> tuple[int, str]:

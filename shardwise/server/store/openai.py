@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shardwise.intake import Intake, Prepared
+from shardwise.params import SamplingParams
 from shardwise.server import tokens
 from shardwise.server.app import SUBMITTING, bare_app
 from shardwise.server.deps import Deps
@@ -20,9 +23,12 @@ from shardwise.server.errors import ApiError
 from shardwise.server.guard import replay
 from shardwise.server.models import model_card
 from shardwise.server.running import reply, turn_away
+from shardwise.server.service import Service, Stream
+from shardwise.server.store.answers import Pace, check_room
 from shardwise.server.store.engines import EngineModel
 from shardwise.server.store.errors import StoreError
 from shardwise.server.store.registry import Registry
+from shardwise.store.styles import Style
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize")
 
@@ -42,8 +48,9 @@ class Door:
         model, deps = self._model(body, optional=not scope["path"].startswith("/v1/"))
         if scope["path"].startswith("/v1/"):
             turn_away(deps, scope["state"]["key"])
+            check_room(model)
         if model.routes is None:
-            lent = cast(Deps, Lent(deps))
+            lent = cast(Deps, Lent(model, deps))
             model.routes = bare_app([module.router(lent) for module in (*SUBMITTING, tokens)])
         return await model.routes(scope, replay(body, receive), send)
 
@@ -58,15 +65,57 @@ class Door:
 
 
 class Lent:
-    """What routes need, for as long as somebody else keeps it: FastAPI's caches keep routes beyond their end."""
+    """What routes need, with the limits and defaults of the model's own handler.
 
-    def __init__(self, deps: Deps) -> None:
-        self._deps = weakref.ref(deps)
+    For as long as somebody else keeps it: FastAPI's caches keep routes beyond their end.
+    """
+
+    def __init__(self, model: EngineModel, deps: Deps) -> None:
+        self._model, self._deps = weakref.ref(model), weakref.ref(deps)
 
     def __getattr__(self, name: str) -> Any:
-        deps = self._deps()
-        assert deps is not None, "the request's own frame keeps it"
-        return getattr(deps, name)
+        model, deps = self._model(), self._deps()
+        assert model is not None, "the request's own frame keeps it"
+        assert deps is not None, "and this"
+        style = model.stored.style
+        assert style is not None
+        if name == "defaults":
+            return deps.defaults._replace(fields=style.defaults(deps.defaults.fields))
+        if name == "intake":
+            return Capped(deps.intake, style)
+        return Timed(deps.service, model) if name == "service" else getattr(deps, name)
+
+
+class Capped:
+    """An intake that refuses what is longer than a handler lets it be."""
+
+    def __init__(self, intake: Intake, style: Style) -> None:
+        self._intake, self._style = intake, style
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._intake, name)
+
+    def prepare(self, text: str, tokens: Sequence[int], params: SamplingParams, **more: Any) -> Prepared:
+        """See `Intake`."""
+        self._style.check_prompt(len(tokens))
+        self._style.check_tokens(params.max_tokens)
+        return self._intake.prepare(text, tokens, params, **more)
+
+
+class Timed:
+    """A service whose requests are ended by their model's responseTimeout."""
+
+    def __init__(self, service: Service, model: EngineModel) -> None:
+        self._service, self._model = service, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+    def submit(self, prepared: Prepared, **more: Any) -> Stream:
+        """See `Service`."""
+        stream = self._service.submit(prepared, **more)
+        self._model.answers.add(Pace(self._model, stream, in_pieces=True))
+        return stream
 
 
 def model_of(registry: Registry, name: str) -> tuple[EngineModel, Deps]:
