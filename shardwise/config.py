@@ -78,7 +78,7 @@ class Layout:
         return Coordinates(dp=rank // self.replica_size, tp=rank % self.tp, pp=rank % self.replica_size // self.tp)
 
 
-def _is(kinds: Any, value: Any) -> bool:
+def _is_finite(kinds: Any, value: Any) -> bool:
     """Is it a finite number of one of these types?"""
     return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
 
@@ -148,7 +148,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
         for name, kinds, what in (("split", int | float, ""), ("stages", int, "whole "), ("device_ids", int, "whole ")):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, tuple | list) and all(_is(kinds, part) for part in value)):
+            if value is not None and not (
+                isinstance(value, tuple | list) and all(_is_finite(kinds, part) for part in value)
+            ):
                 raise ValueError(f"{name} must be a tuple of {what}numbers, not {value!r}")
         if (gpus := self.device_ids) is not None and (len({*gpus}) < max(1, len(gpus)) or min(gpus) < 0):
             raise ValueError(f"device_ids must be different numbers of GPUs, from 0 on, not {gpus!r}")

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -57,16 +56,17 @@ def load() -> tuple[ctypes.CDLL, str]:
 
     Raises BuildError.
     """
-    for last in (False, True):
-        path, origin = library()
-        try:
-            return ctypes.CDLL(str(path)), origin
-        except OSError as error:
-            if last or path.parent != cache_directory():
-                raise BuildError(f"the kernels can't be loaded: {error}") from error
-            with suppress(OSError):
-                path.unlink()
-    raise AssertionError
+    path, origin = library()
+    try:
+        return ctypes.CDLL(str(path)), origin
+    except OSError as error:
+        if path.parent != cache_directory():
+            raise BuildError(f"the kernels can't be loaded: {error}") from error
+    compile_library(path, "native")  # takes its place at once, for others may be loading it
+    try:
+        return ctypes.CDLL(str(path)), origin
+    except OSError as error:
+        raise BuildError(f"the kernels can't be loaded: {error}") from error
 
 
 def have_library() -> bool:

@@ -103,6 +103,8 @@ class ModelConfig:
             most = MOST if name in ("num_layers", "num_heads") else 2**31 - 1
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
                 raise ValueError(f"model config: {name} must be a whole number from 1 to {most}, not {value!r}")
+        if self.experts is not None and self.num_layers * self.experts.count > 16 * MOST:
+            raise ValueError(f"model config: {self.experts.count} experts in {self.num_layers} layers are too many")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model config: {self.num_heads} heads can't share {self.num_kv_heads} kv heads evenly")
         if self.window is not None and self.window < 1:

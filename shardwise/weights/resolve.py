@@ -93,7 +93,7 @@ def _hub(repository: str) -> Resolved:
         ) from error
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(
-            f"hub repository {repository} holds no safetensors; of one that holds GGUF files, download a single .gguf "
-            f"file (hf download {repository} NAME.gguf) and give its path"
+            f"hub repository {repository} holds no safetensors that transformers would read; of GGUF files, download "
+            f"one (hf download {repository} NAME.gguf) and give its path"
         )
     return _directory(Path(path), f"hub repository {repository} at {path}")

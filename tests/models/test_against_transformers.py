@@ -256,6 +256,7 @@ SOME_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "layer_types": N
         ("qwen2", SOME_WINDOW, None),
         ("qwen2", {**SOME_WINDOW, "max_window_layers": 1}, "window 8 in some layers"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"num_hidden_layers": 4096}, "26 experts in 4096 layers are too many"),
         ("qwen3_moe", {"num_experts_per_tok": 27}, "27 of 26 experts"),
         ("mixtral", {"num_local_experts": 4}, "has shape [5, 54]"),
     ],
