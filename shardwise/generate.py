@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.intake import Messages
 from shardwise.llm import LLM
 from shardwise.outputs import RequestOutput
 from shardwise.progress import bar, say, status
@@ -29,7 +28,7 @@ class Job:
     generation_config: bool
     prompts: tuple[str, ...]
     """Those that were given as such; others come from a file."""
-    opening: Messages | None
+    opening: Sequence[Mapping[str, Any]] | None
     """Messages before each prompt, which is a user's then; None: prompts are texts to continue."""
     input: Path | None
     output: Path | None
