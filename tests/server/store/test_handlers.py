@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -135,16 +137,19 @@ def test_an_answer_that_can_not_be_sent_is_let_go(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_a_request_that_takes_too_long_while_its_model_stops(tmp_path: Path) -> None:
+def test_a_request_that_takes_too_long_while_its_model_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the server's limit of a request's time where its model is to have no workers any more."""
     save_handler(tmp_path)
 
     async def scene() -> None:
-        async with world(tmp_path, trust_handlers=True, request_timeout=2.0) as found:
+        async with world(tmp_path, trust_handlers=True, request_timeout=300.0) as found:
             slow = asyncio.ensure_future(found.http.post("/predictions/upper", content=b"slow"))
-            model = found.registry.find("upper").model
-            await until(lambda: model.pending == 1)
+            served = found.registry.find("upper")
+            await until(lambda: served.model is not None and served.model.pending == 1)
             await found.manage.put("/models/upper?min_worker=0&max_worker=0")
+            await until(lambda: served.state == "STOPPED")
+            later = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + 301})
+            monkeypatch.setattr("shardwise.server.store.handlers.time", later)
             assert told(await slow) == (408, "RequestTimeoutException")
 
     asyncio.run(scene())
