@@ -19,7 +19,7 @@ ARROWS = {
         *("generate", "progress", "verify", "describe", "runtime", "weights", "server", "options", "serving"),
         *("mapping", "convert", "evaluation", "world", "recipes"),
     },
-    "serving": {"options", "server", "chat", "conversation"},
+    "serving": {"options", "server", "chat", "conversation", "world"},
     "options": {"world"},
     "world": set(),
     "generate": {"llm", "outputs", "progress", "rows"},
