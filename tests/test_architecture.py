@@ -244,9 +244,9 @@ OTHERS = ("bloom", "gpt2", "mixtral", "opt", "plain", "qwen2", "qwen3")
 """Families beside Llama, and what they share: it takes one to understand them all."""
 ASIDE = (
     *("runtime/hosts/", "runtime/offload", "runtime/backends", "runtime/compiling", "kernels/compiled"),
-    *("parallel/seal", "parallel/tcp", "parallel/traced", "world"),
+    *("runtime/profile", "runtime/disk", "parallel/seal", "parallel/tcp", "parallel/traced", "world"),
 )
-"""What a run never enters that is on one host, in its memory, and not compiled."""
+"""What a run never enters that is on one host, in its memory, not compiled and not traced."""
 
 
 def test_package_stays_readable() -> None:
