@@ -28,7 +28,9 @@ from shardwise.runtime.frames import Frames, Kind, pack
 DEBUG = "SHARDWISE_DEBUG"
 """Environment variable: when set, what ranks write to stderr is passed on."""
 LAST_WORDS = 0.05
-"""Seconds for what a dead rank wrote, and for how it died, to arrive."""
+"""Seconds for what a dead rank wrote to arrive."""
+DEATH = 0.5
+"""Seconds for how it died to arrive, on a busy machine."""
 BURIAL = 5.0
 """Seconds for a killed process to be gone; it takes that long only where it hangs in the kernel."""
 TAIL = 4096
@@ -131,7 +133,7 @@ class Process:
 
     def epitaph(self) -> tuple[str, str]:
         """How the process ended, in words, and its last lines."""
-        self.gone.wait(LAST_WORDS)
+        self.gone.wait(DEATH)
         code = self.status
         if code is None:
             cause = "closed its connection"
