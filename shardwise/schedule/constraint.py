@@ -62,8 +62,8 @@ class Constraint:
         self._matcher = matcher
         self._after: dict[tuple[int, ...], int] = {}
         """The masks that were asked for, by the drafts since the sequence's last token."""
-        self._ahead = True
-        """May drafts be read? What a matcher reads counts towards its limits: the answer must not depend on drafts."""
+        self._ahead, self._has_read = True, False
+        """May drafts be read, and has the matcher read any? What it reads counts towards its limits."""
 
     def advance(self, token: int) -> None:
         """The sequence has grown by ``token``, which the masks allowed."""
@@ -114,6 +114,7 @@ class Constraint:
             if not self._after[path]:  # a grammar that is complete
                 break
         if self._matcher is not None and read:
+            self._has_read = True
             self._matcher.rollback(read)
         return [b"" if mask == self._everything else mask.to_bytes(self._width, "little") for mask in masks]
 
@@ -125,10 +126,11 @@ class Constraint:
     def _restored(self) -> bool:
         """After an error: have the matcher forget what drafts have cost, once, and let it read no more of them."""
         assert self._matcher is not None
-        if self._ahead:
-            self._matcher.rollback(0)
-        restored, self._ahead = self._ahead, False
-        return restored
+        if not (self._ahead and self._has_read):
+            return False
+        self._ahead = False
+        self._matcher.rollback(0)
+        return True
 
     def _mask(self, before: Sequence[int]) -> int:
         mask = self._always

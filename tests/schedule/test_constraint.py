@@ -157,6 +157,35 @@ def test_an_exception_among_drafts_is_one_requests(what: str, drafts: str, time:
 
 # Limits
 
+
+class Tired(Free):
+    """One that reads 20 tokens, those included that were taken back."""
+
+    def mask(self) -> bytes:
+        return b"\0" * 8 if self.error else super().mask()
+
+    def advance(self, token: int) -> bool:
+        self.error = "too much" if self.num_read == 20 else None
+        return self.error is None and super().advance(token)
+
+    def rollback(self, count: int) -> None:
+        super().rollback(count)
+        if self.error:
+            self.num_read, self.error = len(self.taken), None
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_drafts_use_up_nothing(count: int) -> None:
+    """Guards one answer: a matcher's limit is reached by what was written, wherever it is met."""
+    constraint = Constraint(VOCAB, frozenset(), 0, None, [], Tired())
+    tokens = [0]
+    while (end := constraint.ended(tokens)) is None:
+        constraint.masks(tokens, [1, 2, 3, 4][:count])
+        tokens.append(5)
+        constraint.advance(5)
+    assert (len(tokens), end) == (22, ("error", "too much"))
+
+
 INTRICATE = r"((\p{L}{0,30}){0,30}){0,30}"
 """Each letter makes the parser remember more."""
 
@@ -181,12 +210,13 @@ OWNER_SIZE = len(OWNER.spellings())
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_limit_is_reached_where_it_is_without_drafts(seed: int) -> None:
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 3), (3, 4)])
+def test_a_limit_is_reached_where_it_is_without_drafts(seed: int, count: int, length: int) -> None:
     """Guards one answer: what the parser remembers of drafts must not bring its limits nearer."""
     first = start("regex", INTRICATE, OWNER)
-    plain = written(first.copy(), random.Random(seed), [])
+    plain = written(start("regex", INTRICATE, OWNER), random.Random(seed), [])
     assert plain[1][0] == "error"
     letters = allowed(first)
     draws = random.Random(-seed)
-    drafts = [[draws.choice(letters) for _ in range(4)] for _ in range(3)]
-    assert written(first.copy(), random.Random(seed), drafts) == plain
+    drafts = [[draws.choice(letters) for _ in range(length)] for _ in range(count)]
+    assert written(first, random.Random(seed), drafts) == plain
