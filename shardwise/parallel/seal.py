@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_bytes
@@ -227,6 +228,14 @@ def own_address(towards: str, environ: Mapping[str, str] = os.environ) -> str:
             f"there is no way to {towards} ({error}): give torchrun --master-addr or --local-addr, the address of the "
             "first host"
         ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Is it said to be this host alone? (A name may only resolve to it.)"""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def join_address(host: str, port: int) -> str:

@@ -5,11 +5,10 @@ Front side, no torch: the in-process executor, which needs it, is imported when 
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,33 +92,36 @@ def launch(
         sys.exit(attend(world))
     if layout.world_size == 1 and not plan.engine.isolate:
         return [_in_process(plan)]
-    if world is not None and layout.world_size > world.local_size:
-        hosts = hosts or _other_hosts(world)
     executors: list[ProcessExecutor] = []
-    try:
-        executors.extend(_start(plan, replica, hosts=hosts) for replica in range(layout.dp))
-        for replica, executor in enumerate(executors):
-            executor.wait_ready(_teller(on_progress, replica, layout.dp))
-    except BaseException:
-        for executor in executors:
-            executor.kill()
-        raise
+    with ExitStack() as stack:
+        if hosts is None and world is not None and layout.world_size > world.local_size:
+            hosts = stack.enter_context(hosts_of(plan))
+        try:
+            executors.extend(_start(plan, replica, hosts=hosts) for replica in range(layout.dp))
+            for replica, executor in enumerate(executors):
+                executor.wait_ready(_teller(on_progress, replica, layout.dp))
+        except BaseException:
+            for executor in executors:
+                executor.kill()
+            raise
     return list(executors)
 
 
 @contextmanager
 def hosts_of(plan: RunPlan) -> Iterator[Hosts | None]:
     """The other hosts of a plan, which may come from now on; None where there are none."""
-    yield _other_hosts(plan.world) if plan.world is not None and not plan.world.rank else None
+    hosts = _other_hosts(plan.world) if plan.world is not None and not plan.world.rank else None
+    if hosts is not None:
+        hosts.enter()
+    try:
+        yield hosts
+    finally:
+        if hosts is not None:
+            hosts.leave()
 
 
-@cache
-def _other_hosts(world: World) -> Hosts:
-    """The other hosts, for all launches of this process: torchrun starts their agents once, so they stay to its end."""
-    hosts = Hosts(world)
-    hosts.enter()
-    atexit.register(hosts.leave)
-    return hosts
+_other_hosts = cache(Hosts)
+"""Those of a world, for all launches of this process: torchrun starts their agents once."""
 
 
 def begin_replica(plan: RunPlan, replica: int) -> Executor:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -94,6 +94,7 @@ class Stage:
         for executor in self.executors:
             executor.close()
         self.hosts.leave()
+        self.hosts.close()
         for thread in self.threads:
             thread.join(PATIENCE)
             assert not thread.is_alive()
@@ -226,6 +227,7 @@ def test_a_takeover_that_fails(stage: Stage, monkeypatch: pytest.MonkeyPatch, wh
     assert kept == [what == "no descriptors", True, True, True], "weights were read again"
     assert not stage.status, "the agent has left"
     following.close()
+    stage.hosts.close()
     assert until(lambda: stage.status == [0], PATIENCE)
 
 
@@ -292,9 +294,7 @@ def test_a_host_is_lost_and_returns(stage: Stage) -> None:
 
 
 def test_one_launch_after_the_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards scripts that make a second LLM: the other hosts stay until the process ends, and are told then."""
-    at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr(launch.atexit, "register", at_exit.append)
+    """Guards scripts that make a second LLM: the other hosts stay until the process ends, and that is a good end."""
     monkeypatch.setattr(launch, "COMMAND", COMMAND)
     monkeypatch.setattr(launch, "worker_specs", lambda plan, replica: specs_of_hosts())
     stage.port = free_port()
@@ -308,8 +308,7 @@ def test_one_launch_after_the_other(stage: Stage, monkeypatch: pytest.MonkeyPatc
         answers(executor, number)
         executor.close()
     assert not stage.status, "the agent has left"
-    (leave,) = at_exit
-    leave()
+    launch._other_hosts(plan.world).close()
     assert until(lambda: stage.status == [0], PATIENCE)
 
 

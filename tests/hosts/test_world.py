@@ -81,9 +81,7 @@ def test_an_address_that_others_cannot_reach(monkeypatch: pytest.MonkeyPatch, ma
         with pytest.raises(ValueError, match=r"--master-addr or --local-addr .* GLOO_SOCKET_IFNAME"):
             Hosts(world)
         return
-    hosts = Hosts(world)
-    hosts.enter()
-    hosts.leave()
+    Hosts(world).close()
 
 
 @pytest.mark.usefixtures("two_hosts")

@@ -52,7 +52,7 @@ class Agent:
         self.done = threading.Event()
         self.why = ""
         self.status: int | None = None
-        """What to exit with, if the front has said."""
+        """What to exit with when the front goes, if it has said."""
         self._forks = ForkServer(command)
         self._processes: dict[int, Process] = {}
         self._inboxes: dict[int, SimpleQueue[bytes | None]] = {}
@@ -93,6 +93,7 @@ class Agent:
 
     def _heed(self, message: Message) -> None:
         if isinstance(message, Fork):
+            self.status = None
             self._fork(message)
         elif isinstance(message, Data):
             inbox = self._inboxes.get(message.number)
@@ -107,9 +108,10 @@ class Agent:
                 meeting = self._meetings.pop(message.meeting, None)
             if meeting is not None:
                 meeting[0].close()
-        elif isinstance(message, Refuse | Bye):
-            self.status = 0 if isinstance(message, Bye) else 2
-            self.why = "" if isinstance(message, Bye) else message.why
+        elif isinstance(message, Bye):
+            self.status = 0
+        elif isinstance(message, Refuse):
+            self.status, self.why = 2, message.why
             self.done.set()
 
     def _fork(self, order: Fork) -> None:

@@ -13,14 +13,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from ipaddress import ip_address
 from itertools import count
 from signal import SIGKILL
 
 import msgspec
 
 from shardwise import __version__
-from shardwise.parallel.seal import Door, Sealed, own_address, read_secret
+from shardwise.parallel.seal import Door, Sealed, is_loopback, own_address, read_secret
 from shardwise.runtime.forks import Forks
 from shardwise.runtime.frames import Frames
 from shardwise.runtime.hosts.link import (
@@ -127,14 +126,21 @@ class Host:
                 self._link.tell(message)
             self._waiting.clear()
 
-    def leave(self) -> None:
-        """Tell its agent that all is done."""
+    def rest(self) -> None:
+        """Tell its agent that all is done, unless more comes."""
         with self._lock:
-            link, self._link = self._link, None
+            link = self._link
             self._waiting.clear()
         if link is not None:
             link.tell(Bye())
-            link.close(POLITE)
+            link.flush(POLITE)
+
+    def close(self) -> None:
+        """Let go of its agent."""
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
     def fork(self, rank: int, threads: int, meeting: int, holder: Process | None = None) -> Process:
         """See `Forks`."""
@@ -240,7 +246,9 @@ class Lease:
 
 
 class Hosts:
-    """All the other hosts of a ``world``: lets their agents in, and sends them home with the last lease.
+    """All the other hosts of a ``world``: lets their agents in, and tells them with the last lease that all is done.
+
+    They stay for more until this process ends: torchrun has started them once.
 
     Raises ValueError for a missing secret, or an address that isn't ours, or that others can't reach.
     """
@@ -249,7 +257,7 @@ class Hosts:
         secret = read_secret(os.environ)
         self.world = world
         self.address = own_address(world.master)
-        if _is_loopback(self.address) and not _is_loopback(world.master):
+        if is_loopback(self.address) and not is_loopback(world.master):
             raise ValueError(
                 f"the way to {world.master}, the first host, is {self.address} here, where no other host can come: "
                 "give torchrun --master-addr or --local-addr its address in their network, or set GLOO_SOCKET_IFNAME "
@@ -273,20 +281,25 @@ class Hosts:
         return Lease(self._hosts[number - 1], self._door, self.leave)
 
     def enter(self) -> None:
-        """Keep the agents until ``leave``."""
+        """Be a user until ``leave``."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """One user less; with the last one the agents go home."""
+        """One user less; with the last one all is done, unless more comes."""
         with self._lock:
             self._users -= 1
             if self._users:
                 return
+        for host in self._hosts:
+            host.rest()
+
+    def close(self) -> None:
+        """Let go of all agents, as the end of this process does."""
         self._closed = True
         self._door.close()
         for host in self._hosts:
-            host.leave()
+            host.close()
 
     def _welcome(self) -> None:
         hello = msgspec.msgpack.Decoder(Hello)
@@ -327,11 +340,3 @@ class Hosts:
         )
         if done.returncode:
             print(f"shardwise: {done.stderr.decode(errors='replace').strip()[-400:]}", file=sys.stderr)
-
-
-def _is_loopback(host: str) -> bool:
-    """Is it said to be this host alone? (A name may only resolve to it.)"""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

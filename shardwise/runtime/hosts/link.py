@@ -88,7 +88,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """The front is done for good."""
+    """The front needs nothing now: should it go, all is done; it may still ask for more."""
 
 
 Message = Hello | Refuse | Fork | Met | Data | Kill | Ended | Stopped | Beat | Bye
@@ -99,8 +99,7 @@ class Link:
 
     def __init__(self, sealed: Sealed, heed: Callable[[Message], None], lost: Callable[[Link, str], None]) -> None:
         self._sealed, self._heed, self._lost = sealed, heed, lost
-        self._queue: SimpleQueue[Message | None] = SimpleQueue()
-        self._sent = threading.Event()
+        self._queue: SimpleQueue[Message | threading.Event | None] = SimpleQueue()
         self._why = ""
         """Why it has ended."""
         sealed.connection.settimeout(SILENCE)
@@ -111,11 +110,15 @@ class Link:
         """Send it, after what was told before; from any thread, and in vain once the connection is lost."""
         self._queue.put(message)
 
-    def close(self, patience: float = 0.0) -> None:
-        """End it when all is sent, or the seconds are over; harmless when repeated."""
+    def flush(self, patience: float) -> None:
+        """Wait until all is sent, or the seconds are over."""
+        sent = threading.Event()
+        self._queue.put(sent)
+        sent.wait(patience)
+
+    def close(self) -> None:
+        """End it; harmless when repeated."""
         self._queue.put(None)
-        if patience:
-            self._sent.wait(patience)
         self._sealed.close()
 
     def _read(self) -> None:
@@ -143,11 +146,13 @@ class Link:
                     message = Beat()
                 if message is None:
                     break
+                if isinstance(message, threading.Event):
+                    message.set()
+                    continue
                 self._sealed.send(encoder.encode(message))
         except TimeoutError:
             self._why = f"nothing was taken for {SILENCE:g} s"
         except OSError:
             pass  # what has come can still be read, and then why it has ended
-        self._sent.set()
         with suppress(OSError):
             self._sealed.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which closes it
