@@ -97,6 +97,7 @@ class Answer:
             else:
                 prepared = await asyncio.to_thread(self._prepare, call)
             self._read = time.monotonic()
+            check_room(self._model)  # others may have come while this one was read
             for each in prepared:
                 self._streams.append(self._deps.service.submit(each, key=key))
                 self._paces.append(Pace(self._model, self._streams[-1], self._is_stream))

@@ -103,16 +103,20 @@ class Capped:
 
 
 class Timed:
-    """A service whose requests are ended by their model's responseTimeout."""
+    """A service for one call, whose requests are taken where their model has room, and ended by its responseTimeout."""
 
     def __init__(self, service: Service, model: EngineModel) -> None:
         self._service, self._model = service, model
+        self._taken = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
     def submit(self, prepared: Prepared, **more: Any) -> Stream:
-        """See `Service`."""
+        """See `Service`. Raises StoreError where there is no room for the first of the call."""
+        if not self._taken:
+            check_room(self._model)  # others may have come while this one was read
+        self._taken = True
         stream = self._service.submit(prepared, **more)
         self._model.answers.add(Pace(self._model, stream, in_pieces=True))
         return stream

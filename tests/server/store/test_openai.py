@@ -67,8 +67,11 @@ def test_a_full_queue_and_a_model_that_does_not_respond(
             def ask() -> Any:
                 return found.http.post("/v1/completions", json=asked)
 
-            running = [asyncio.ensure_future(ask()) for _ in range(1 if ticket else 2)]
-            await until(lambda: model.pending == len(running) and script.spoken == 3)
+            burst, room = [asyncio.ensure_future(ask()) for _ in range(5)], 1 if ticket else 2
+            await until(lambda: sum(each.done() for each in burst) == 5 - room and script.spoken == 3)
+            assert {each.result().status_code for each in burst if each.done()} == {503}
+            running = [each for each in burst if not each.done()]
+            assert model.pending == room
             refused = await ask()
             assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable_error")
             assert int(refused.headers["retry-after"]) >= 1

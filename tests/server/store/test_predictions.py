@@ -166,8 +166,12 @@ def test_a_full_queue_is_told_at_once(tmp_path: Path, tiny_text: Path, ticket: b
         async with world(tmp_path, begin=scripted(script)) as found:
             model = found.registry.find("m").model
             assert model is not None
-            waiting = [asyncio.ensure_future(found.text("m", ASKED)) for _ in range(1 if ticket else 2)]
-            await until(lambda: model.pending == len(waiting) and script.spoken == 3)
+            burst = [asyncio.ensure_future(found.http.post("/predictions/m", json=ASKED)) for _ in range(5)]
+            room = 1 if ticket else 2
+            await until(lambda: sum(each.done() for each in burst) == 5 - room and script.spoken == 3)
+            assert {each.result().status_code for each in burst if each.done()} == {503}
+            waiting = [each for each in burst if not each.done()]
+            assert model.pending == room
             refused = await found.http.post("/predictions/m", json=ASKED)
             assert told(refused) == (503, "ServiceUnavailableException")
             assert int(refused.headers["retry-after"]) >= 1
@@ -175,7 +179,7 @@ def test_a_full_queue_is_told_at_once(tmp_path: Path, tiny_text: Path, ticket: b
                 each.cancel()  # its client goes
             await until(lambda: model.pending == 1)
             script.go.set()
-            assert await waiting[0]
+            assert (await waiting[0]).status_code == 200
             assert model.pending == 0
             assert await found.text("m", ASKED)
 
