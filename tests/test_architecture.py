@@ -253,7 +253,7 @@ def test_package_stays_readable() -> None:
     """Guards the promise that an engineer can read the engine in an afternoon: code, without prose and blank lines."""
     inner = [path for path in FILES if room(path) not in OUTER and path.stem not in OTHERS]
     core = [path for path in inner if not str(path.relative_to(PACKAGE)).startswith(ASIDE)]
-    assert sum(map(python_code, core)) < 8600
-    assert sum(map(python_code, FILES)) < 24000
+    assert sum(map(python_code, core)) < 8700
+    assert sum(map(python_code, FILES)) < 24200
     assert sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.[ch]")) < 1300
     assert max(len(path.read_text().splitlines()) for path in FILES) < 350
