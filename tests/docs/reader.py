@@ -135,7 +135,7 @@ class Reader:
 
     def _run(self, command: str, place: str) -> None:
         if "shardwise chat" in command and "<" not in command:
-            command = f"{command.rstrip()} <<< 'Hello!'"  # somebody types
+            command = f"{command.rstrip()} <<< $'/params max_tokens=16\\nHello!'"  # somebody types, and has little time
         with subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", self._before + command],
             cwd=self._folder,
