@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from shardwise.intake import Prepared
@@ -28,6 +29,14 @@ from shardwise.server.prompting import Conversation, check_values, reader
 from shardwise.server.reading import Reading, scored
 from shardwise.server.running import STREAMED, Running, answer, frame, prepare, stream
 from shardwise.server.tools import Named, NamedChoice, Offer, make_offer
+
+
+def _no_number(value: Any) -> Any:
+    """Of what may only be false: 0 equals it."""
+    if value is not None and not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
 
 UNUSED = ("max_tokens", "response_format", "prompt_logprobs", "stream_options")
 """Fields of other routes that have no meaning here."""
@@ -58,7 +67,7 @@ class ResponseFields(CallingFields):
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: Annotated[Literal[False] | None, BeforeValidator(_no_number)] = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None

@@ -213,6 +213,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input.0.content.0.file_url", user({"type": "input_text", "text": "x", "file_url": "http://example.com"})),
     ("store", {"store": True}),
     ("background", {"background": True}),
+    ("background", {"background": 0.0}),
     ("previous_response_id", {"previous_response_id": "resp_1"}),
     ("conversation", {"conversation": "conv_1"}),
     ("prompt", {"prompt": {"id": "p"}}),
