@@ -158,7 +158,7 @@ class Reader:
         words = shlex.split(command, comments=True)
         if "--port" not in words:
             words += ["--port", self._port("8000")]
-        if "--model-store" not in words and "--max-model-len" not in words:
+        if "smollm2" in words:
             words += ["--max-model-len", "1024"]  # an answer without max_tokens may be as long as the context
         if "--model-store" in words and "--management-port" not in words:
             words += ["--management-port", self._port("8081")]
