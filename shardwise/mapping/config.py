@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.config import Layout
 from shardwise.features import Compile
+from shardwise.runtime.machine import num_cores, visible_gpus
 
 SHARES = ("nothing", "imports", "model")
 IN_RANK = "SHARDWISE_MAP_RANK"
@@ -190,9 +191,7 @@ def find_places(config: MapConfig, world: World | None) -> list[Place]:
             f"layout {config.layout} in a world of {world.size} processes: leave the layout out, each process is a rank"
         )
     here = world.local_size if world is not None else config.layout.dp
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = min(gpus, sum(number.strip() not in ("", "-1") for number in visible.split(",")))
+    gpus = visible_gpus()
     if config.device == "cuda" and gpus < here:
         raise ValueError(
             f"{here} ranks need {here} GPUs, one each, and this host has {gpus}: use device cpu or fewer ranks"
@@ -200,8 +199,7 @@ def find_places(config: MapConfig, world: World | None) -> list[Place]:
     gpu = config.device == "cuda" or (config.device == "auto" and gpus >= here)
     if gpu and config.share == "model":
         raise ValueError("share model: what a GPU holds can't be handed on by forking; use share imports or device cpu")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or max(1, cores // here)
+    threads = config.threads or max(1, num_cores() // here)
     if world is not None:
         return [Place(world.rank, world.size, f"cuda:{world.local_rank}" if gpu else "cpu", threads)]
     return [Place(rank, here, f"cuda:{rank}" if gpu else "cpu", threads) for rank in range(here)]

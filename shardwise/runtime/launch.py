@@ -28,7 +28,7 @@ from shardwise.runtime.frames import WorkerSpec
 from shardwise.runtime.hosts.agent import attend
 from shardwise.runtime.hosts.fit import check_world
 from shardwise.runtime.hosts.front import Hosts
-from shardwise.runtime.machine import VISIBLE, available_memory, visible_gpus
+from shardwise.runtime.machine import VISIBLE, available_memory, num_cores, visible_gpus
 from shardwise.runtime.offload_plan import OffloadPlan, plan_offload
 from shardwise.runtime.processes import COMMAND, ProcessExecutor
 from shardwise.runtime.rank_plan import RankPlan, plan_ranks, row_bytes
@@ -298,11 +298,6 @@ def _device(engine: EngineConfig, local: int) -> str:
     if engine.device != "auto":
         return engine.device
     return "cuda" if gpus >= local else "cpu"
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _transport(device: str) -> str:

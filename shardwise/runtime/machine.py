@@ -10,16 +10,32 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable: the GPUs that CUDA may find, by number or name."""
 
 
-def visible_gpus() -> int:
-    """How many GPUs CUDA finds here, and numbers from 0: the host's, or those that CUDA_VISIBLE_DEVICES lists."""
-    count = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
-    if (shown := os.environ.get(VISIBLE)) is None:
-        return count
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_gpus() -> int:
+    """GPUs of this host. CUDA numbers them from 0, whatever their files are called."""
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs that CUDA finds here, by the names that CUDA_VISIBLE_DEVICES has for them: all, or those it lists."""
+    count = num_gpus()
 
     def there(name: str) -> bool:
-        return int(name) < count if name.isdecimal() else count > 0 and name.startswith(("GPU-", "MIG-"))
+        is_number = name.isascii() and name.isdecimal()
+        return int(name) < count if is_number else count > 0 and name.startswith(("GPU-", "MIG-"))
 
-    return len([*takewhile(there, map(str.strip, shown.split(",")))])  # CUDA, too, leaves out all after a wrong one
+    if (shown := os.environ.get(VISIBLE)) is None:
+        return tuple(map(str, range(count)))
+    return tuple(takewhile(there, map(str.strip, shown.split(","))))  # CUDA, too, leaves out all after a wrong one
+
+
+def visible_gpus() -> int:
+    """How many GPUs CUDA finds here, and numbers from 0."""
+    return len(gpu_names())
 
 
 def available_memory() -> int:

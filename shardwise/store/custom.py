@@ -5,18 +5,15 @@ Knows queues and workers; nothing of HTTP, and nothing of what a handler does. O
 
 from __future__ import annotations
 
-import os
 import selectors
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from itertools import takewhile
-from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
 from shardwise.runtime.executor import Signal
-from shardwise.runtime.launch import num_cores
+from shardwise.runtime.machine import gpu_names, num_cores
 from shardwise.runtime.spawn import ForkServer
 from shardwise.store.crew import STOPPED, Crew, Place, Times
 from shardwise.store.jobs import Busy, Job, Piece, Queue, Request
@@ -292,21 +289,9 @@ def _gpus(said: Frontend) -> tuple[str, ...]:
     """The GPUs that workers may have, by the names that CUDA_VISIBLE_DEVICES has for them."""
     if said.device_type == "cpu":
         return ()
-    count = num_gpus()
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = [str(each) for each in range(count)] if given is None else [each.strip() for each in given.split(",")]
-    there = list(takewhile(lambda name: _is_gpu(name, count), there))  # CUDA, too, leaves out all after a wrong one
+    there = gpu_names()
     if said.device_ids is None:
-        return tuple(there)
+        return there
     if missing := [each for each in said.device_ids if each >= len(there)]:
         raise ValueError(f"deviceIds: there is no GPU {missing[0]}: {len(there)} can be seen, and the first is 0")
     return tuple(there[each] for each in said.device_ids)
-
-
-def num_gpus() -> int:
-    """GPUs of this host. CUDA numbers them from 0, whatever their files are called."""
-    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _is_gpu(name: str, count: int) -> bool:
-    return int(name) < count if name.isascii() and name.isdecimal() else count > 0 and name.startswith(("GPU-", "MIG-"))

@@ -307,7 +307,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it can't be served")
     with pytest.raises(ValueError, match="there is no GPU 2: 0 can be seen"), serving(tmp_path, "deviceIds: [2]", code):
         raise AssertionError("it can't be served")
-    monkeypatch.setattr("shardwise.store.custom.num_gpus", lambda: 8)
+    monkeypatch.setattr("shardwise.runtime.machine.num_gpus", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
     with serving(tmp_path, yaml, code) as custom:
         assert [worker.gpus for worker in custom.workers] == [("2", "3"), ("5", "7")]

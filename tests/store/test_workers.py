@@ -138,7 +138,7 @@ def test_gpus_that_the_server_may_see(
 ) -> None:
     """Guards GPUs that the server was kept from, by CUDA_VISIBLE_DEVICES, against its workers; and workers that are to
     have a GPU against being started without."""
-    monkeypatch.setattr("shardwise.store.custom.num_gpus", lambda: 3)
+    monkeypatch.setattr("shardwise.runtime.machine.num_gpus", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
