@@ -33,8 +33,8 @@ class Drafts:
 
     def collect(self, decodes: Iterable[Sequence], share: int) -> list[Chunk]:
         """Chunks of a draft pass for at most ``share`` of the sequences; none when all have the drafts they want."""
-        # Of one in flight the prompt is under way. The first token of an optimal one has no drafts: whether its prompt's
-        # last chunk is a single token depends on who else is there.
+        # Of one in flight the prompt is under way. The first token of an optimal one has no drafts: whether its
+        # prompt's last chunk is a single token depends on who else is there.
         able = [each for each in decodes if not each.in_flight and (each.num_generated or not each.optimal)]
         chunks: list[Chunk] = []
         budget = self._max_batch_tokens

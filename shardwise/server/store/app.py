@@ -21,6 +21,7 @@ from shardwise.server.config import ServerConfig
 from shardwise.server.errors import ApiError
 from shardwise.server.guard import Guard
 from shardwise.server.health import METRICS_TYPE
+from shardwise.server.running import INTERNAL
 from shardwise.server.store import management, openai, predictions
 from shardwise.server.store.errors import StoreError, document
 from shardwise.server.store.registry import Registry
@@ -73,7 +74,7 @@ def _app(kind: str, routers: Iterable[APIRouter]) -> FastAPI:
             ApiError: _handler(lambda error: cast(ApiError, error)),
             RequestValidationError: _handler(lambda _: StoreError(400, "a parameter is not understood")),
             HTTPException: _handler(_unknown),
-            Exception: _handler(lambda _: StoreError(500, "internal error")),
+            Exception: _handler(lambda _: StoreError(500, INTERNAL)),
         },
     )
     for router in routers:
